@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Outcome(enum.StrEnum):
+class Outcome(str, enum.Enum):
     """How a trial ended. Every trial has exactly one."""
 
     COMPLETED = "completed"
@@ -26,6 +26,9 @@ class Outcome(enum.StrEnum):
     TIMEOUT = "timeout"  # longer than `timeout_s`
     DIVERGED = "diverged"  # a loss was not finite
     INTERRUPTED = "interrupted"  # the tuner was stopped while the trial ran
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True, slots=True)
