@@ -1,0 +1,223 @@
+"""The job file: what a user writes to have a training job tuned.
+
+The schema is pydantic because this is the edge where users' files come in; `load_job` turns it
+into the plain values the rest of the tuner works with. Every field is documented here, and
+`tuner job-schema` prints the same as JSON Schema for editors. Units stand in the field names.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tuner.errors import InputError, nearest_name
+from tuner.files import read_yaml_mapping
+from tuner.search.space import SearchSpace, parse_space
+
+Positive = Annotated[int, Field(ge=1, le=10**9)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=10**9, allow_inf_nan=False)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Cluster(_Section):
+    """The machines the trials run on."""
+
+    device: Literal["cpu", "cuda"] = Field(
+        "cuda", description="'cuda' for GPUs, 'cpu' for ranks on CPU cores over gloo."
+    )
+    nodes: Positive = Field(1, description="Number of nodes.")
+    gpus_per_node: Positive = Field(
+        description="GPUs of one node; with device 'cpu' the ranks one node runs."
+    )
+    gpu: str | None = Field(None, description="GPU type, e.g. 'h100'; informs the rules.")
+    memory_limit_gib: float | None = Field(
+        None,
+        gt=0,
+        le=10**6,
+        allow_inf_nan=False,
+        description="Peak allocated memory a rank may reach, in GiB (2^30 bytes). A trial above it "
+        "counts as out of memory. Unset: whatever the device has.",
+    )
+
+    @property
+    def world_size(self) -> int:
+        """GPUs of the whole cluster."""
+        return self.nodes * self.gpus_per_node
+
+
+class Workload(_Section):
+    """What one training step processes."""
+
+    seq_length: Positive = Field(description="Tokens per sequence.")
+    global_batch_size: Positive = Field(description="Sequences per optimizer step.")
+    precision: Literal["bf16", "fp32"] = Field("bf16", description="Parameter and compute dtype.")
+
+
+class Space(_Section):
+    """The search space: shipped or own spaces, and changes to them."""
+
+    includes: list[str] = Field(
+        default_factory=list,
+        description="Shipped spaces by name ('dense', 'moe', 'cpu') or YAML files, merged in order.",
+    )
+    axes: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Field to its values: a list, or {values|subsets, max_modules, when}; null "
+        "removes an included axis. Any Megatron field may stand here.",
+    )
+    fixed: dict[str, Any] = Field(
+        default_factory=dict, description="Field to the one value every candidate has."
+    )
+
+
+class Objective(_Section):
+    """What the best candidate is best at, among those that fit the memory limit."""
+
+    maximize: Literal["tflops_per_gpu", "tokens_per_s_per_gpu"] = Field(
+        "tflops_per_gpu", description="The measured figure to maximise."
+    )
+
+
+class Budget(_Section):
+    """When the search ends. Candidates the rules reject cost nothing and count for nothing."""
+
+    trials: Positive = Field(20, description="Trials to launch at most.")
+    wall_clock_s: PositiveSeconds | None = Field(
+        None, description="No trial starts later than this many seconds after the first."
+    )
+
+
+class Search(_Section):
+    """How candidates are proposed."""
+
+    sampler: Literal["tpe", "random"] = Field("tpe", description="Optuna sampler.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Same seed, same proposals.")
+    start: list[dict[str, Any]] = Field(
+        default_factory=list,
+        description="Flat candidates to try first, e.g. the setting in use today. They must lie in "
+        "the space.",
+    )
+
+
+class Trainable(_Section):
+    """How a trial is run."""
+
+    name: str = Field("megatron_core", description="Which trainable runs the trials.")
+    warmup_steps: int = Field(
+        2, ge=1, le=10**4, description="Steps before the timed ones (the first makes Adam's state)."
+    )
+    measure_steps: int = Field(3, ge=1, le=10**4, description="Timed steps; the median counts.")
+    timeout_s: PositiveSeconds = Field(600.0, description="A trial is killed after this long.")
+    seed: int = Field(1234, ge=0, lt=2**31, description="Seed of weights and mock data.")
+    max_concurrent: Positive | None = Field(
+        None,
+        description="Trials side by side at most; unset: as many as the cluster's resources allow "
+        "(with device 'cpu': 1, since trials would share cores).",
+    )
+
+
+class Tracking(_Section):
+    """Where MLflow records go."""
+
+    uri: str | None = Field(
+        None, description="MLflow tracking URI; unset: an SQLite file in the study directory."
+    )
+    experiment: str = Field(
+        "megatron-tuner", min_length=1, max_length=200, description="MLflow experiment name."
+    )
+
+
+class Job(_Section):
+    """A tuning job."""
+
+    name: Name = Field(description="Names the study directory and the MLflow parent run.")
+    model: str | dict[str, Any] = Field(
+        description="A catalogue name ('llama3-70b'), {hf_config: PATH} for a Hugging Face "
+        "config.json, or a mapping of Megatron-Core architecture fields (with `base: NAME` to "
+        "start from a catalogue model)."
+    )
+    cluster: Cluster
+    workload: Workload
+    space: Space
+    objective: Objective = Field(default_factory=Objective)
+    budget: Budget = Field(default_factory=Budget)
+    search: Search = Field(default_factory=Search)
+    trainable: Trainable = Field(default_factory=Trainable)
+    tracking: Tracking = Field(default_factory=Tracking)
+
+    def search_space(self, base_folder: Path | None = None) -> SearchSpace:
+        """The job's resolved space. Raises InputError naming the axis."""
+        document = self.space.model_dump()
+        return parse_space(document, where="space", base_folder=base_folder)
+
+
+def load_job(path: Path) -> Job:
+    """The job in a YAML file, or one of the shipped jobs by name ("cpu_quickstart").
+
+    Raises InputError naming the file, the field and the nearest valid name.
+    """
+    path = find_job(path)
+    return parse_job(read_yaml_mapping(path), where=str(path))
+
+
+def find_job(path: Path) -> Path:
+    """`path` itself, or the shipped job of that name where no such file exists."""
+    import search_spaces
+
+    shipped = Path(search_spaces.__file__).parent / "jobs" / f"{path.name}.yaml"
+    if not path.exists() and path.parent == Path() and shipped.is_file():
+        return shipped
+    return path
+
+
+def parse_job(document: dict[str, Any], *, where: str) -> Job:
+    """The job of a mapping; `where` names its file in errors."""
+    try:
+        return Job.model_validate(document)
+    except ValidationError as error:
+        raise _input_error(error, where) from None
+
+
+def _input_error(error: ValidationError, where: str) -> InputError:
+    """The first problem pydantic found as one line; a misspelt key before the missing one."""
+    problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    first = problems[0]
+    location = [part for part in first["loc"] if not _is_union_tag(part)]
+    path = ".".join(str(part) for part in location)
+    if first["type"] == "extra_forbidden":
+        known = _fields_at(location[:-1])
+        parent = ".".join(str(part) for part in location[:-1])
+        fix = nearest_name(str(location[-1]), known) or f"known keys: {', '.join(known)}"
+        return InputError(f"unknown key '{location[-1]}'", where=where, field=parent, fix=fix)
+    if first["type"] == "missing":
+        return InputError("this field is required", where=where, field=path, fix="add it")
+    more = f"; {len(problems) - 1} more problems" if len(problems) > 1 else ""
+    value = repr(first.get("input"))
+    shown = value if len(value) <= 60 else value[:57] + "..."
+    message = first["msg"][0].lower() + first["msg"][1:]
+    return InputError(f"{shown}: {message}{more}", where=where, field=path)
+
+
+def _is_union_tag(part: int | str) -> bool:
+    return isinstance(part, str) and ("[" in part or part in ("str", "float", "int"))
+
+
+def _fields_at(location: list[int | str]) -> list[str]:
+    section: type[BaseModel] = Job
+    for part in location:
+        annotation = section.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            break
+        section = annotation
+    return list(section.model_fields)
+
+
+def job_schema() -> dict[str, Any]:
+    """JSON Schema of the job file, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Job.model_json_schema()}
