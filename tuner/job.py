@@ -64,7 +64,7 @@ class Space(_Section):
 
     includes: list[str] = Field(
         default_factory=list,
-        description="Shipped spaces by name ('dense', 'moe', 'cpu') or YAML files, merged in order.",
+        description="Shipped spaces by name ('dense', 'moe', 'cpu') or YAML files, in order.",
     )
     axes: dict[str, Any] = Field(
         default_factory=dict,
@@ -145,11 +145,11 @@ class Job(_Section):
     cluster: Cluster
     workload: Workload
     space: Space
-    objective: Objective = Field(default_factory=Objective)
-    budget: Budget = Field(default_factory=Budget)
-    search: Search = Field(default_factory=Search)
-    trainable: Trainable = Field(default_factory=Trainable)
-    tracking: Tracking = Field(default_factory=Tracking)
+    objective: Objective = Objective()
+    budget: Budget = Budget()
+    search: Search = Search()
+    trainable: Trainable = Trainable()
+    tracking: Tracking = Tracking()
 
     def search_space(self, base_folder: Path | None = None) -> SearchSpace:
         """The job's resolved space. Raises InputError naming the axis."""

@@ -1,0 +1,1 @@
+"""MLflow records of studies and trials."""
