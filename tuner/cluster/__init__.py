@@ -1,0 +1,1 @@
+"""Ray Tune wiring: placement, launch and the life of a tuning run."""

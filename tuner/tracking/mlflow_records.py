@@ -60,7 +60,9 @@ class StudyRecords:
         """Write a finished trial's outcome and figures and end its run."""
         self._try(lambda: self._write(record, world_size))
 
-    def reconcile(self, records: Iterable[TrialRecord], world_size_of: Callable[[Candidate], int]):
+    def reconcile(
+        self, records: Iterable[TrialRecord], world_size_of: Callable[[Candidate], int]
+    ) -> None:
         """Bring MLflow to what the study says: missing runs are made, unended ones ended.
 
         Raises mlflow's own exception where the store cannot be reached.
@@ -172,7 +174,9 @@ def metrics_of(measurement: Measurement) -> dict[str, float]:
     return metrics
 
 
-def open_records(uri: str, experiment: str, *, study_id: str, name: str, study_dir: Path):
+def open_records(
+    uri: str, experiment: str, *, study_id: str, name: str, study_dir: Path
+) -> StudyRecords:
     """Open or create the study's parent run in an MLflow store.
 
     Raises EnvironmentLacksError where the store cannot be reached.

@@ -1,0 +1,161 @@
+"""A job made ready to run: everything that can be wrong is found here, before anything is written."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.candidate import Candidate
+from tuner.cluster.placement import Placement, place
+from tuner.errors import EnvironmentLacksError, InputError
+from tuner.job import Job
+from tuner.measurement import TrialSpec
+from tuner.models import ModelSpec, get_model
+from tuner.search.space import SearchSpace
+from tuner.search.validity import ValidityChecker, why_nothing_is_valid
+
+_GIB = 2**30
+_PRECISION_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "bf16": {"bf16": True, "params_dtype": "bf16", "pipeline_dtype": "bf16"},
+    "fp32": {"params_dtype": "fp32", "pipeline_dtype": "fp32"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedJob:
+    """A job with its model, space and rules resolved."""
+
+    job: Job
+    model: ModelSpec
+    space: SearchSpace
+    checker: ValidityChecker
+
+    def world_size_of(self, candidate: Candidate) -> int:
+        """Ranks of the candidate's trial: its own `world_size` axis, else the whole cluster."""
+        return int(dict(candidate.extra).get("world_size", self.job.cluster.world_size))
+
+    def spec_of(self, candidate: Candidate) -> TrialSpec:
+        """What the trainable is asked to run."""
+        cluster, workload, trainable = self.job.cluster, self.job.workload, self.job.trainable
+        limit = cluster.memory_limit_gib
+        config = candidate.to_flat()
+        config.pop("world_size", None)
+        return TrialSpec(
+            model=self.model.to_flat(),
+            config=config,
+            world_size=self.world_size_of(candidate),
+            seq_length=workload.seq_length,
+            global_batch_size=workload.global_batch_size,
+            warmup_steps=trainable.warmup_steps,
+            measure_steps=trainable.measure_steps,
+            seed=trainable.seed,
+            device=cluster.device,
+            precision=workload.precision,
+            memory_limit_bytes=None if limit is None else int(limit * _GIB),
+            timeout_s=trainable.timeout_s,
+        )
+
+    def placement_of(self, candidate: Candidate) -> Placement:
+        """Where the candidate's trial runs."""
+        cluster = self.job.cluster
+        return place(
+            self.world_size_of(candidate),
+            nodes=cluster.nodes,
+            gpus_per_node=cluster.gpus_per_node,
+            device=cluster.device,
+        )
+
+
+def prepare(job: Job, *, where: str, base_folder: Path) -> PreparedJob:
+    """Resolve and check a job.
+
+    `where` names the job file in errors; `base_folder` resolves paths in it. Raises InputError
+    for a bad model, space, starting candidate or a space without a valid candidate, and
+    EnvironmentLacksError where the trainable's packages are missing.
+    """
+    import trainables
+
+    if job.trainable.name not in trainables.names():
+        raise InputError(
+            f"there is no trainable '{job.trainable.name}'",
+            where=where,
+            field="trainable.name",
+            fix=f"choose one of {', '.join(trainables.names())}",
+        )
+    model = _place_errors(lambda: resolve_model(job.model, base_folder), where, "model")
+    space = _place_errors(lambda: job.search_space(base_folder), where, "")
+    checker = ValidityChecker(
+        fixed={
+            **model.to_flat(),
+            **_PRECISION_FIELDS[job.workload.precision],
+            **_device_fields(job),
+            "seq_length": job.workload.seq_length,
+            "global_batch_size": job.workload.global_batch_size,
+        },
+        world_size=job.cluster.world_size,
+        mcore=installed_mcore(),
+    )
+    prepared = PreparedJob(job, model, space, checker)
+    reason = why_nothing_is_valid(space, checker)
+    if reason is not None:
+        raise InputError(reason, where=where, field="space", fix="widen the space or the cluster")
+    for position, flat in enumerate(job.search.start):
+        _check_start(prepared, flat, where, f"search.start[{position}]")
+    return prepared
+
+
+def resolve_model(model: str | Mapping[str, Any], base_folder: Path) -> ModelSpec:
+    """The model of a job: a catalogue name, `{hf_config: PATH}`, or fields with `base: NAME`."""
+    if isinstance(model, Mapping) and "hf_config" in model:
+        from tuner.models import from_hf_config
+
+        others = sorted(set(model) - {"hf_config"})
+        if others:
+            raise InputError(f"`hf_config` stands alone, without {', '.join(others)}")
+        return from_hf_config(base_folder / str(model["hf_config"]))
+    if isinstance(model, Mapping) and "base" in model:
+        fields = {name: value for name, value in model.items() if name != "base"}
+        base = get_model(str(model["base"]))
+        return ModelSpec.from_flat({**base.to_flat(), **fields}, name=f"{base.name}, changed")
+    return get_model(model)
+
+
+def installed_mcore() -> str:
+    """Version of the installed Megatron-Core, or EnvironmentLacksError."""
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        raise EnvironmentLacksError(
+            "Megatron-Core is not installed: pip install megatron-core"
+        ) from None
+
+
+def _device_fields(job: Job) -> dict[str, Any]:
+    """What the rules must know of the device: CPU ranks have no Transformer Engine."""
+    if job.cluster.device == "cpu":
+        return {"te_version": "none", "transformer_impl": "local"}
+    return {} if job.cluster.gpu is None else {"gpu": job.cluster.gpu}
+
+
+def _check_start(prepared: PreparedJob, flat: Mapping[str, Any], where: str, field: str) -> None:
+    def check() -> None:
+        candidate = Candidate.from_flat(flat)
+        prepared.space.labels(candidate.to_flat())
+        rejection = prepared.checker(candidate)
+        if rejection is not None:
+            raise InputError(f"invalid by rule {rejection.rule}: {rejection.message}")
+
+    _place_errors(check, where, field)
+
+
+def _place_errors(call: Any, where: str, field: str) -> Any:
+    """Call, and give any InputError-like ValueError its place in the job file."""
+    try:
+        return call()
+    except InputError as error:
+        raise error.at(where, field) from None
+    except ValueError as error:
+        raise InputError(str(error), where=where, field=field) from None

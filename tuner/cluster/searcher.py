@@ -1,0 +1,113 @@
+"""The study behind Ray Tune's `Searcher` interface.
+
+Ray asks for the next trial and reports each ending; both go straight to the study, then to MLflow
+and to the progress display. The trial budget counts launches only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ray.tune.search import Searcher
+
+from tuner.candidate import Candidate
+from tuner.cluster.placement import Placement
+from tuner.cluster.trial_actor import RESULT_KEY
+from tuner.measurement import Outcome, TrialResult, TrialSpec
+from tuner.search.study import Proposal, TrialRecord, TuningStudy
+
+OnStart = Callable[[Proposal], None]
+OnEnd = Callable[[TrialRecord], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TrialPlan:
+    """How a candidate becomes a trial: its spec, its placement and its folder."""
+
+    spec_of: Callable[[Candidate], TrialSpec]
+    placement_of: Callable[[Candidate], Placement]
+    folder_of: Callable[[int], str]
+    trainable: str
+
+
+class StudySearcher(Searcher):
+    """Hands the study's proposals to Ray Tune, within a budget of launches and seconds."""
+
+    def __init__(
+        self,
+        study: TuningStudy,
+        plan: TrialPlan,
+        *,
+        trials: int,
+        wall_clock_s: float | None,
+        on_start: OnStart,
+        on_end: OnEnd,
+    ) -> None:
+        super().__init__(metric="done", mode="max")
+        self._study = study
+        self._plan = plan
+        self._left = trials
+        self._deadline = None if wall_clock_s is None else time.monotonic() + wall_clock_s
+        self._on_start, self._on_end = on_start, on_end
+        self._running: dict[str, Proposal] = {}
+
+    def set_search_properties(
+        self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any
+    ) -> bool:
+        return True
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+        out_of_time = self._deadline is not None and time.monotonic() > self._deadline
+        if self._left <= 0 or out_of_time:
+            return Searcher.FINISHED
+        proposal = self._study.ask()
+        if proposal is None:
+            return Searcher.FINISHED
+        self._left -= 1
+        self._running[trial_id] = proposal
+        self._on_start(proposal)
+        placement = self._plan.placement_of(proposal.candidate)
+        return {
+            "number": proposal.number,
+            "spec": asdict(self._plan.spec_of(proposal.candidate)),
+            "trainable": self._plan.trainable,
+            "ranks_per_node": list(placement.ranks),
+            "bundles": placement.bundles,
+            "strategy": placement.strategy,
+            "output_dir": self._plan.folder_of(proposal.number),
+        }
+
+    def on_trial_complete(
+        self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
+    ) -> None:
+        proposal = self._running.pop(trial_id, None)
+        if proposal is None:
+            return
+        if error or not result or RESULT_KEY not in result:
+            ended = TrialResult(Outcome.CRASHED, "the trial's Ray actor died (see the Ray logs)")
+        else:
+            ended = TrialResult.from_json(result[RESULT_KEY])
+        self._study.tell(proposal.number, self._within_limit(proposal, ended))
+        record = next(r for r in self._study.records() if r.number == proposal.number)
+        self._on_end(record)
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing to save: the study's storage is the record, written at every tell."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """See `save`."""
+
+    def _within_limit(self, proposal: Proposal, ended: TrialResult) -> TrialResult:
+        """A completed run above the job's memory limit is out of memory, whatever the device."""
+        limit = self._plan.spec_of(proposal.candidate).memory_limit_bytes
+        measured = ended.measurement
+        if ended.outcome is not Outcome.COMPLETED or limit is None or measured is None:
+            return ended
+        if measured.peak_memory_allocated_bytes <= limit:
+            return ended
+        gib = measured.peak_memory_allocated_bytes / 2**30
+        reason = f"peak {gib:.3f} GiB is above the limit of {limit / 2**30:.3f} GiB"
+        return replace(ended, outcome=Outcome.OOM, reason=reason)
