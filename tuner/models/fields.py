@@ -14,6 +14,9 @@ from typing import Annotated, Any
 MAX_SIZE = 2**40
 """Larger sizes are typing errors, and would only overflow later arithmetic."""
 
+MAX_LAYERS = 10_000
+"""Patterns over layers are held as one value a layer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -56,6 +59,7 @@ def one_of(*choices: str) -> Check:
 
 
 _SIZE = Check("a positive integer", lambda value: _is_int(value, 1))
+_LAYERS = Check(f"an integer from 1 to {MAX_LAYERS}", lambda value: _is_int(value, 1, MAX_LAYERS))
 _FLAG = Check("true or false", lambda value: isinstance(value, bool))
 _NUMBER = Check("a finite number", lambda value: _is_number(value, -1e30, 1e30))
 _POSITIVE = Check("a positive number", lambda value: _is_number(value, 1e-30, 1e30))
@@ -63,6 +67,8 @@ _WINDOW = Check("two integers [left, right], -1 for unlimited", _is_window)
 _FREQUENCY = Check("a positive integer or a list of 0 and 1, one for each layer", _is_frequency)
 
 Size = Annotated[int, _SIZE]
+LayerCount = Annotated[int, _LAYERS]
+OptionalLayerCount = Annotated[int | None, _optional(_LAYERS)]
 OptionalSize = Annotated[int | None, _optional(_SIZE)]
 Flag = Annotated[bool, _FLAG]
 OptionalFlag = Annotated[bool | None, _optional(_FLAG)]

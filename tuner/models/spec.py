@@ -13,9 +13,11 @@ from tuner.models.fields import (
     Check,
     Flag,
     Frequency,
+    LayerCount,
     Number,
     OptionalFlag,
     OptionalFrequency,
+    OptionalLayerCount,
     OptionalNumber,
     OptionalPositive,
     OptionalSize,
@@ -45,7 +47,7 @@ class ModelSpec:
     name: str
 
     # Decoder
-    num_layers: Size
+    num_layers: LayerCount
     hidden_size: Size
     num_attention_heads: Size
     num_query_groups: Size
@@ -98,7 +100,7 @@ class ModelSpec:
     mscale_all_dim: Number = 0.0
 
     # Multi-token prediction
-    mtp_num_layers: OptionalSize = None
+    mtp_num_layers: OptionalLayerCount = None
 
     # Vocabulary and positions
     vocab_size: Size
