@@ -25,10 +25,14 @@ from tuner.measurement import write_json_atomically
 
 @dataclass(frozen=True, slots=True)
 class StudyDirectory:
-    """An existing study folder. `study_id` is unique across studies and stores."""
+    """An existing study folder. `study_id` is unique across studies and stores.
+
+    `job_folder` is where the job file lay: paths in the job are relative to it.
+    """
 
     path: Path
     study_id: str
+    job_folder: Path
 
     @property
     def storage_url(self) -> str:
@@ -93,14 +97,14 @@ def create_study_directory(path: Path, job_path: Path) -> StudyDirectory:
             where=str(path),
             fix="choose a writable folder with --study",
         ) from None
-    return StudyDirectory(path, identity["study_id"])
+    return StudyDirectory(path, identity["study_id"], Path(identity["job_folder"]))
 
 
 def open_study_directory(path: Path) -> StudyDirectory:
     """An existing study folder. Raises InputError where it is none."""
     try:
         identity = json.loads(read_text(path / "study.json"))
-        study_id = str(identity["study_id"])
+        study_id, job_folder = str(identity["study_id"]), Path(identity["job_folder"])
     except InputError:
         raise InputError(
             "is not a study directory (it has no study.json)",
@@ -111,7 +115,7 @@ def open_study_directory(path: Path) -> StudyDirectory:
         raise InputError("is damaged", where=str(path / "study.json")) from None
     if not os.access(path, os.W_OK):
         raise InputError("cannot be written", where=str(path), fix="check its permissions")
-    return StudyDirectory(path, study_id)
+    return StudyDirectory(path, study_id, job_folder)
 
 
 def free_path(folder: Path, name: str) -> Path:

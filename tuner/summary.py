@@ -58,7 +58,7 @@ def summarize(
 def best_document(
     record: TrialRecord, *, model: Any, spec: dict[str, Any], metric: str, trial_dir: Path
 ) -> dict[str, Any]:
-    """`best.yaml`: the candidate in the form `tuner check` and `tuner run` take, and its figures."""
+    """`best.yaml`: the candidate as `tuner check` and `tuner run` take it, and its figures."""
     assert record.measurement is not None
     return {
         "model": model,

@@ -1,4 +1,4 @@
-"""A job made ready to run: everything that can be wrong is found here, before anything is written."""
+"""A job made ready to run: whatever can be wrong is found here, before anything is written."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class StudySearcher(Searcher):
     ) -> bool:
         return True
 
-    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+    def suggest(self, trial_id: str) -> Any:
         out_of_time = self._deadline is not None and time.monotonic() > self._deadline
         if self._left <= 0 or out_of_time:
             return Searcher.FINISHED

@@ -56,8 +56,10 @@ def run_on_placement(config: Mapping[str, Any]) -> TrialResult:
     if len(ranks) == 1:
         return run_on_node(config, 0, "127.0.0.1", None)
     import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group = ray.util.get_current_placement_group()
+    assert group is not None  # Ray Tune starts every trial in one
     address, port = ray.util.get_node_ip_address(), _free_port()
     remote = ray.remote(run_on_node)
     others = [
@@ -65,7 +67,7 @@ def run_on_placement(config: Mapping[str, Any]) -> TrialResult:
             num_cpus=bundle["CPU"],
             num_gpus=bundle.get("GPU", 0),
             max_retries=0,
-            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=node_rank
             ),
         ).remote(config, node_rank, address, port)

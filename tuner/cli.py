@@ -1,0 +1,134 @@
+"""The `tuner` command. Imports stay light here; each command imports what it needs.
+
+Exit codes: 0 success, 1 the answer is "no", 2 bad input, 3 the environment lacks something.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tuner.errors import EnvironmentLacksError, InputError
+
+app = typer.Typer(
+    name="tuner",
+    help="Tune Megatron-Core and Megatron Bridge training: memory against throughput.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class OutputFormat(str, Enum):
+    """How a command prints its answer."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+Format = Annotated[OutputFormat, typer.Option("--format", help="Print text or one JSON document.")]
+
+
+@app.command()
+def check(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML or JSON file: {model, world_size, config}.")
+    ] = None,
+    jsonl: Annotated[
+        Path | None, typer.Option("--jsonl", help="Check one JSON document per line instead.")
+    ] = None,
+    mcore: Annotated[
+        str | None, typer.Option(help="Megatron-Core version; default: the installed one.")
+    ] = None,
+    frontend: Annotated[str, typer.Option(help="mcore, bridge or megatron-lm.")] = "mcore",
+    fix: Annotated[bool, typer.Option("--fix", help="Print the smallest valid change.")] = False,
+    output: Format = OutputFormat.TEXT,
+) -> None:
+    """Say whether a configuration is valid, why not, and what to change."""
+    from tuner.commands.check import run_check
+
+    raise typer.Exit(
+        run_check(config, jsonl, mcore, frontend, fix=fix, as_json=output is OutputFormat.JSON)
+    )
+
+
+@app.command()
+def tune(
+    job: Annotated[
+        Path | None, typer.Argument(help="Job file, or the name of a shipped job.")
+    ] = None,
+    study: Annotated[
+        Path | None, typer.Option(help="Study directory to make; default: studies/NAME.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the study in this directory.")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Address of a running Ray cluster, or 'auto'.")
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Trials in all, in place of the job's budget.")
+    ] = None,
+    output: Format = OutputFormat.TEXT,
+) -> None:
+    """Run the promising candidates for real and keep the best one that fits."""
+    from tuner.commands.tune import run_tune
+
+    raise typer.Exit(
+        run_tune(job, study, resume, address, trials, as_json=output is OutputFormat.JSON)
+    )
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="best.yaml of a study, or a file like it.")],
+    folder: Annotated[
+        Path | None, typer.Option("--output", help="Folder for logs; default: a new one.")
+    ] = None,
+    output: Format = OutputFormat.TEXT,
+) -> None:
+    """Run one candidate alone on this machine, without Ray, and print its figures."""
+    from tuner.commands.run import run_one
+
+    raise typer.Exit(run_one(config, folder, as_json=output is OutputFormat.JSON))
+
+
+@app.command("job-schema")
+def job_schema() -> None:
+    """Print the JSON Schema of the job file, for editors."""
+    from tuner.job import job_schema as schema
+
+    print(json.dumps(schema(), indent=2))
+
+
+@app.command()
+def models(output: Format = OutputFormat.TEXT) -> None:
+    """List the models of the catalogue."""
+    from tuner.commands.models import list_models
+
+    raise typer.Exit(list_models(as_json=output is OutputFormat.JSON))
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        import importlib.metadata
+
+        print(importlib.metadata.version("megatron-tuner"))
+        raise typer.Exit()
+
+
+def main() -> None:
+    """Entry point: errors that are answers become one line and an exit code."""
+    try:
+        app()
+    except (InputError, EnvironmentLacksError) as error:
+        print(f"tuner: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(error.exit_code)

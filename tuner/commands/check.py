@@ -1,0 +1,180 @@
+"""`tuner check`: the verdict of the rules on one configuration, or on a file of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tuner.commands.output import console, print_json
+from tuner.errors import InputError, nearest_name
+from tuner.files import read_text, read_yaml_mapping
+
+_RUN_KEYS = ("world_size", "seq_length", "global_batch_size", "micro_batch_size", "gpu", "env")
+_DEFAULT_MCORE = "0.16.1"
+
+
+def run_check(
+    config: Path | None,
+    jsonl: Path | None,
+    mcore: str | None,
+    frontend: str,
+    *,
+    fix: bool,
+    as_json: bool,
+) -> int:
+    """Check and print; 0 where every configuration is valid, 1 where one is not."""
+    mcore = mcore or _installed_mcore()
+    _refuse_unknown_target(mcore, frontend)
+    if (config is None) == (jsonl is None):
+        raise InputError("give a CONFIG file or --jsonl FILE", fix="see tuner check --help")
+    if jsonl is not None:
+        return _check_lines(jsonl, mcore, frontend, fix=fix)
+    assert config is not None
+    document = read_yaml_mapping(config)
+    flat = full_configuration(document, where=str(config))
+    answer = _answer(flat, mcore, frontend, fix=fix)
+    if as_json:
+        print_json(answer)
+    else:
+        _print_verdict(answer, str(config), mcore, frontend)
+    return 0 if answer["valid"] else 1
+
+
+def full_configuration(document: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Everything the rules look at, of an input `{model, world_size, config, ...}`.
+
+    Fields inside `config` win over those of `model`; without a `config` key the whole document is
+    the flat configuration. Raises InputError where `model` or `config` cannot be used.
+    """
+    from tuner.models import get_model
+
+    if "config" not in document:
+        return _plain(document, where)
+    config = document["config"]
+    if not isinstance(config, Mapping):
+        raise InputError("is not a mapping of fields to values", where=where, field="config")
+    model: dict[str, Any] = {}
+    if document.get("model") is not None:
+        try:
+            model = get_model(document["model"]).to_flat()
+        except InputError as error:
+            raise error.at(where, "model") from None
+        except (ValueError, TypeError) as error:
+            raise InputError(str(error), where=where, field="model") from None
+    run = {key: document[key] for key in _RUN_KEYS if document.get(key) is not None}
+    return {**model, **_precision(document, model), **run, **_plain(config, where)}
+
+
+def _precision(document: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Dtype fields of a catalogue model, which does not name them; bf16 unless said otherwise."""
+    if not model:
+        return {}
+    precision = document.get("precision", "bf16")
+    if precision == "fp32":
+        return {"params_dtype": "fp32", "pipeline_dtype": "fp32"}
+    return {"bf16": True, "params_dtype": "bf16", "pipeline_dtype": "bf16"}
+
+
+def _plain(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The configuration with string keys only; `dp` and other derived names are refused later."""
+    for key in config:
+        if not isinstance(key, str):
+            raise InputError(f"the key {key!r} is not a name", where=where, field="config")
+    return dict(config)
+
+
+def _answer(flat: Mapping[str, Any], mcore: str, frontend: str, *, fix: bool) -> dict[str, Any]:
+    from tuner.constraints import check
+
+    result = check(flat, mcore=mcore, frontend=frontend)
+    answer = result.to_json()
+    if fix:
+        from tuner.constraints import fix as find_fix
+
+        fixed = find_fix(flat, mcore=mcore, frontend=frontend)
+        answer["fix"] = fixed.to_json()
+    return answer
+
+
+def _check_lines(path: Path, mcore: str, frontend: str, *, fix: bool) -> int:
+    """One JSON answer per input line, in order; a line that is no configuration says so."""
+    all_valid = True
+    for number, line in _lines(path):
+        where = f"{path}:{number}"
+        try:
+            document = json.loads(line)
+            if not isinstance(document, dict):
+                raise InputError("is not a JSON object", where=where)
+            flat = full_configuration(document, where=where)
+            answer = _answer(flat, mcore, frontend, fix=fix)
+        except (ValueError, RecursionError) as error:
+            message = str(error) if isinstance(error, InputError) else f"{where}: {error}"
+            answer = {"valid": False, "violations": [], "rewrites": {}, "input_error": message}
+        all_valid &= bool(answer["valid"])
+        print(json.dumps(answer, default=str))
+    return 0 if all_valid else 1
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    if str(path) != "-" and not path.is_file():
+        read_text(path)  # raises the error that names what is wrong with it
+    with open(0 if str(path) == "-" else path, encoding="utf-8", errors="replace") as handle:
+        for number, line in enumerate(handle, start=1):
+            if line.strip():
+                yield number, line
+
+
+def _installed_mcore() -> str:
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return _DEFAULT_MCORE
+
+
+def _refuse_unknown_target(mcore: str, frontend: str) -> None:
+    from tuner.constraints.registry import FRONTENDS, resolve_version
+
+    try:
+        resolve_version(mcore)
+    except ValueError as error:
+        raise InputError(str(error), field="--mcore") from None
+    if frontend not in FRONTENDS:
+        raise InputError(
+            f"there is no front end '{frontend}'",
+            field="--frontend",
+            fix=nearest_name(frontend, FRONTENDS) or f"choose one of {', '.join(FRONTENDS)}",
+        )
+
+
+_STYLES = {"error": "red", "rewrite": "yellow", "advice": "cyan"}
+
+
+def _print_verdict(answer: Mapping[str, Any], name: str, mcore: str, frontend: str) -> None:
+    from rich.table import Table
+
+    out = console()
+    target = f"Megatron-Core {mcore}" + ("" if frontend == "mcore" else f", {frontend}")
+    verdict = "[green]valid[/green]" if answer["valid"] else "[red]invalid[/red]"
+    out.print(f"{name}: {verdict} for {target}")
+    order = list(_STYLES)
+    violations = sorted(answer["violations"], key=lambda v: order.index(v["kind"]))
+    if violations:
+        table = Table("kind", "rule", "what", "fix", box=None, pad_edge=False)
+        for violation in violations:
+            table.add_row(
+                violation["kind"],
+                violation["rule"],
+                violation["message"],
+                _fix_text(violation["fix"]),
+                style=_STYLES[violation["kind"]],
+            )
+        out.print(table)
+    if "fix" in answer:
+        out.print(f"fix: {_fix_text(answer['fix'].get('changes')) or 'none found'}")
+
+
+def _fix_text(fix: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{field}: {json.dumps(value)}" for field, value in (fix or {}).items())

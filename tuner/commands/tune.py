@@ -1,0 +1,93 @@
+"""`tuner tune`: from a job file to best.yaml."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from tuner.commands.output import console, print_json
+from tuner.errors import InputError
+
+
+def run_tune(
+    job_path: Path | None,
+    study: Path | None,
+    resume: Path | None,
+    address: str | None,
+    trials: int | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Run or resume a study; 0 with an answer, 1 without one, 130 where it was interrupted."""
+    from tuner.cluster.prepared import PreparedJob, prepare
+    from tuner.job import Budget, find_job, load_job
+    from tuner.study_dir import create_study_directory, free_path, open_study_directory
+
+    if (job_path is None) == (resume is None):
+        raise InputError("give a JOB file, or --resume STUDY", fix="see tuner tune --help")
+    if resume is not None:
+        directory = open_study_directory(resume)
+        file = directory.job_path
+        base_folder = directory.job_folder
+    else:
+        assert job_path is not None
+        file = find_job(job_path)
+        base_folder = file.resolve().parent
+    job = load_job(file)
+    if trials is not None:
+        budget = Budget(trials=trials, wall_clock_s=job.budget.wall_clock_s)
+        job = job.model_copy(update={"budget": budget})
+    prepared: PreparedJob = prepare(job, where=str(file), base_folder=base_folder)
+    if resume is None:
+        directory = create_study_directory(study or free_path(Path("studies"), job.name), file)
+    return _run(prepared, directory, address, resume=resume is not None, as_json=as_json)
+
+
+def _run(prepared: Any, directory: Any, address: str | None, *, resume: bool, as_json: bool) -> int:
+    from tuner.cluster.tuning import run_tuning
+    from tuner.progress import ProgressDisplay
+
+    err = console(stderr=True)
+    job = prepared.job
+    err.print(f"study {directory.path}: {job.name}, model {prepared.model.name}")
+    with (
+        directory.locked(),
+        ProgressDisplay(
+            err,
+            trials=job.budget.trials,
+            wall_clock_s=job.budget.wall_clock_s,
+            metric=job.objective.maximize,
+            world_size_of=prepared.world_size_of,
+        ) as display,
+    ):
+        ended = run_tuning(prepared, directory, display, address=address, resume=resume)
+    if as_json:
+        print_json(ended.summary)
+    else:
+        _print_result(ended.summary, prepared, directory)
+    if ended.interrupted:
+        path = shlex.quote(str(directory.path))
+        err.print(f"stopped; go on with: tuner tune --resume {path}")
+        return 130
+    return 0 if ended.summary["best"] is not None else 1
+
+
+def _print_result(summary: dict[str, Any], prepared: Any, directory: Any) -> None:
+    from tuner.progress import pareto_lines, result_table
+
+    out = console()
+    counts = summary["counts"]
+    shown = ", ".join(f"{count} {name}" for name, count in counts.items() if name != "trials")
+    out.print(f"\n{counts['trials']} trials ({shown}); ended: {summary['ended_because']}")
+    if summary["best"] is None:
+        out.print("no trial completed within the memory limit; see the reasons in summary.json")
+        return
+    out.print(result_table(summary, prepared.world_size_of))
+    out.print("\nPareto front of throughput against memory:")
+    for line in pareto_lines(summary, prepared.world_size_of):
+        out.print(line)
+    tracking = prepared.job.tracking.uri or f"sqlite:///{directory.path}/mlflow.db"
+    out.print(f"\nbest candidate: {directory.best_path}")
+    out.print(f"run it again:   tuner run {directory.best_path}")
+    out.print(f"dashboard:      mlflow ui --backend-store-uri {tracking}")
