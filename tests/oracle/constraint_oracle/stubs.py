@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -71,13 +72,19 @@ class _StubModule(types.ModuleType):
         return value
 
 
+def _init_anything(self: Any, *_: Any, **__: Any) -> None:
+    import torch
+
+    torch.nn.Module.__init__(self)
+
+
 def _stub_attribute(module: str, name: str) -> Any:
     import torch
 
     if name == "FusedAdam":
         return _FusedAdam
     if name[:1].isupper():
-        return type(name, (torch.nn.Module,), {"__module__": module})
+        return type(name, (torch.nn.Module,), {"__module__": module, "__init__": _init_anything})
 
     return _StubFunction(module, name)
 
@@ -138,6 +145,34 @@ def install(packages: Sequence[str]) -> _StubFinder:
     finder = _StubFinder(packages)
     sys.meta_path.insert(0, finder)
     return finder
+
+
+class _HollowPackage(types.ModuleType):
+    """A real package whose ``__init__`` is not run: its modules import, its names are looked up.
+
+    ``owners`` says which module of the package holds a name; any other name is a stand-in class.
+    """
+
+    owners: dict[str, str] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in self.owners:
+            return getattr(importlib.import_module(f"{self.__name__}.{self.owners[name]}"), name)
+        return _stub_attribute(self.__name__, name)
+
+
+def hollow(name: str, owners: dict[str, str]) -> None:
+    """Registers the package ``name`` without running its ``__init__``."""
+    parent, _, child = name.rpartition(".")
+    package = _HollowPackage(name)
+    package.__path__ = [
+        f"{folder}/{child}" for folder in importlib.import_module(parent).__path__
+    ]
+    package.owners = owners
+    sys.modules[name] = package
+    setattr(importlib.import_module(parent), child, package)
 
 
 @contextmanager
