@@ -78,6 +78,7 @@ class Trace:
 
         np.savez_compressed(
             path,
+            allow_pickle=False,
             **{name: getattr(self, name) for name in _ARRAYS},
             **{name: np.array(getattr(self, name), dtype=np.str_) for name in _NAME_TABLES},
             marker_events=np.array([index for index, _ in self.markers], dtype=np.int64),
