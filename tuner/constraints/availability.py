@@ -1,0 +1,33 @@
+"""Rule V01: the version or front end has no such field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tuner.constraints.fields import Field, catalogue, nearest
+
+Unavailable = tuple[str, Mapping[str, object] | None]
+
+
+def unavailable(
+    name: str,
+    field: Field | None,
+    config: Mapping[str, object],
+    version: str,
+    frontend: str,
+) -> Unavailable | None:
+    """Why the field cannot be used, with a fix where there is one; None when it can."""
+    if field is None:
+        known = [n for n, f in catalogue().items() if version in f.default]
+        similar = nearest(name, known)
+        hint = f"; did you mean {similar}?" if similar else ""
+        return f"unknown field {name!r}{hint}", None
+    if version not in field.default:
+        versions = ", ".join(field.default)
+        return f"Megatron-Core {version} has no field {name} (it is in {versions})", None
+    if field.only_mla and not config.get("multi_latent_attention"):
+        return (
+            f"{name} exists only with multi_latent_attention",
+            {"multi_latent_attention": True},
+        )
+    return None
