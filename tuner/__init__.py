@@ -1,0 +1,22 @@
+"""megatron-tuner: tunes Megatron-Core and Megatron Bridge training, memory against throughput.
+
+The functions here mirror the commands: `check` decides a configuration with the rules, `tune` runs
+a job's candidates for real and keeps the best one that fits. Both are imported when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tuner.api import check, tune
+
+__all__ = ["check", "tune"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from tuner import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'tuner' has no attribute {name!r}")

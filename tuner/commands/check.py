@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tuner.commands.output import console, print_json
+from tuner.configuration import full_configuration, mcore_version
 from tuner.errors import InputError, nearest_name
 from tuner.files import read_text, read_yaml_mapping
-
-_RUN_KEYS = ("world_size", "seq_length", "global_batch_size", "micro_batch_size", "gpu", "env")
-_DEFAULT_MCORE = "0.16.1"
 
 
 def run_check(
@@ -26,7 +23,7 @@ def run_check(
     as_json: bool,
 ) -> int:
     """Check and print; 0 where every configuration is valid, 1 where one is not."""
-    mcore = mcore or _installed_mcore()
+    mcore = mcore or mcore_version()
     _refuse_unknown_target(mcore, frontend)
     if (config is None) == (jsonl is None):
         raise InputError("give a CONFIG file or --jsonl FILE", fix="see tuner check --help")
@@ -41,49 +38,6 @@ def run_check(
     else:
         _print_verdict(answer, str(config), mcore, frontend)
     return 0 if answer["valid"] else 1
-
-
-def full_configuration(document: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Everything the rules look at, of an input `{model, world_size, config, ...}`.
-
-    Fields inside `config` win over those of `model`; without a `config` key the whole document is
-    the flat configuration. Raises InputError where `model` or `config` cannot be used.
-    """
-    from tuner.models import get_model
-
-    if "config" not in document:
-        return _plain(document, where)
-    config = document["config"]
-    if not isinstance(config, Mapping):
-        raise InputError("is not a mapping of fields to values", where=where, field="config")
-    model: dict[str, Any] = {}
-    if document.get("model") is not None:
-        try:
-            model = get_model(document["model"]).to_flat()
-        except InputError as error:
-            raise error.at(where, "model") from None
-        except (ValueError, TypeError) as error:
-            raise InputError(str(error), where=where, field="model") from None
-    run = {key: document[key] for key in _RUN_KEYS if document.get(key) is not None}
-    return {**model, **_precision(document, model), **run, **_plain(config, where)}
-
-
-def _precision(document: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Dtype fields of a catalogue model, which does not name them; bf16 unless said otherwise."""
-    if not model:
-        return {}
-    precision = document.get("precision", "bf16")
-    if precision == "fp32":
-        return {"params_dtype": "fp32", "pipeline_dtype": "fp32"}
-    return {"bf16": True, "params_dtype": "bf16", "pipeline_dtype": "bf16"}
-
-
-def _plain(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The configuration with string keys only; `dp` and other derived names are refused later."""
-    for key in config:
-        if not isinstance(key, str):
-            raise InputError(f"the key {key!r} is not a name", where=where, field="config")
-    return dict(config)
 
 
 def _answer(flat: Mapping[str, Any], mcore: str, frontend: str, *, fix: bool) -> dict[str, Any]:
@@ -125,13 +79,6 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         for number, line in enumerate(handle, start=1):
             if line.strip():
                 yield number, line
-
-
-def _installed_mcore() -> str:
-    try:
-        return importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return _DEFAULT_MCORE
 
 
 def _refuse_unknown_target(mcore: str, frontend: str) -> None:

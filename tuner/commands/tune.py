@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner.commands.output import console, print_json
 from tuner.errors import InputError
+
+if TYPE_CHECKING:
+    from tuner.cluster.prepared import PreparedJob
+    from tuner.cluster.tuning import TuningRun
+    from tuner.study_dir import StudyDirectory
 
 
 def run_tune(
@@ -20,48 +25,10 @@ def run_tune(
     as_json: bool,
 ) -> int:
     """Run or resume a study; 0 with an answer, 1 without one, 130 where it was interrupted."""
-    from tuner.cluster.prepared import PreparedJob, prepare
-    from tuner.job import Budget, find_job, load_job
-    from tuner.study_dir import create_study_directory, free_path, open_study_directory
-
-    if (job_path is None) == (resume is None):
-        raise InputError("give a JOB file, or --resume STUDY", fix="see tuner tune --help")
-    if resume is not None:
-        directory = open_study_directory(resume)
-        file = directory.job_path
-        base_folder = directory.job_folder
-    else:
-        assert job_path is not None
-        file = find_job(job_path)
-        base_folder = file.resolve().parent
-    job = load_job(file)
-    if trials is not None:
-        budget = Budget(trials=trials, wall_clock_s=job.budget.wall_clock_s)
-        job = job.model_copy(update={"budget": budget})
-    prepared: PreparedJob = prepare(job, where=str(file), base_folder=base_folder)
-    if resume is None:
-        directory = create_study_directory(study or free_path(Path("studies"), job.name), file)
-    return _run(prepared, directory, address, resume=resume is not None, as_json=as_json)
-
-
-def _run(prepared: Any, directory: Any, address: str | None, *, resume: bool, as_json: bool) -> int:
-    from tuner.cluster.tuning import run_tuning
-    from tuner.progress import ProgressDisplay
-
+    prepared, directory = open_run(job_path, study, resume, trials)
     err = console(stderr=True)
-    job = prepared.job
-    err.print(f"study {directory.path}: {job.name}, model {prepared.model.name}")
-    with (
-        directory.locked(),
-        ProgressDisplay(
-            err,
-            trials=job.budget.trials,
-            wall_clock_s=job.budget.wall_clock_s,
-            metric=job.objective.maximize,
-            world_size_of=prepared.world_size_of,
-        ) as display,
-    ):
-        ended = run_tuning(prepared, directory, display, address=address, resume=resume)
+    err.print(f"study {directory.path}: {prepared.job.name}, model {prepared.model.name}")
+    ended = run_study(prepared, directory, address, resume=resume is not None)
     if as_json:
         print_json(ended.summary)
     else:
@@ -73,7 +40,57 @@ def _run(prepared: Any, directory: Any, address: str | None, *, resume: bool, as
     return 0 if ended.summary["best"] is not None else 1
 
 
-def _print_result(summary: dict[str, Any], prepared: Any, directory: Any) -> None:
+def open_run(
+    job_path: Path | None, study: Path | None, resume: Path | None, trials: int | None
+) -> tuple[PreparedJob, StudyDirectory]:
+    """The prepared job and its study directory, new or reopened.
+
+    Everything wrong with the job is found before the directory is made. Raises InputError.
+    """
+    from tuner.cluster.prepared import prepare
+    from tuner.job import Budget, find_job, load_job
+    from tuner.study_dir import create_study_directory, free_path, open_study_directory
+
+    if (job_path is None) == (resume is None):
+        raise InputError("give a JOB file, or --resume STUDY", fix="see tuner tune --help")
+    reopened = None if resume is None else open_study_directory(resume)
+    file = find_job(job_path) if job_path is not None else reopened.job_path  # type: ignore[union-attr]
+    base_folder = file.resolve().parent if reopened is None else reopened.job_folder
+    job = load_job(file)
+    if trials is not None:
+        budget = Budget(trials=trials, wall_clock_s=job.budget.wall_clock_s)
+        job = job.model_copy(update={"budget": budget})
+    prepared = prepare(job, where=str(file), base_folder=base_folder)
+    if reopened is not None:
+        return prepared, reopened
+    folder = study or free_path(Path("studies"), job.name)
+    return prepared, create_study_directory(folder, file)
+
+
+def run_study(
+    prepared: PreparedJob, directory: StudyDirectory, address: str | None, *, resume: bool
+) -> TuningRun:
+    """Run the study with progress on stderr."""
+    from tuner.cluster.tuning import run_tuning
+    from tuner.progress import ProgressDisplay
+
+    job = prepared.job
+    with (
+        directory.locked(),
+        ProgressDisplay(
+            console(stderr=True),
+            trials=job.budget.trials,
+            wall_clock_s=job.budget.wall_clock_s,
+            metric=job.objective.maximize,
+            world_size_of=prepared.world_size_of,
+        ) as display,
+    ):
+        return run_tuning(prepared, directory, display, address=address, resume=resume)
+
+
+def _print_result(
+    summary: dict[str, Any], prepared: PreparedJob, directory: StudyDirectory
+) -> None:
     from tuner.progress import pareto_lines, result_table
 
     out = console()

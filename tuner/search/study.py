@@ -14,6 +14,7 @@ measurement stand in its user attributes, so a study can be reopened, reported a
 from __future__ import annotations
 
 import random
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -137,20 +138,18 @@ class TuningStudy:
         """Record how trial `number` ended. Raises ValueError where it is not running."""
         from optuna.trial import TrialState
 
-        trial = self._storage_trial(number)
-        self._set_attrs(
-            trial,
-            outcome=result.outcome.value,
-            reason=result.reason,
-            duration_s=result.duration_s,
-            measurement=None if result.measurement is None else result.measurement.to_json(),
-        )
-        if result.outcome is Outcome.COMPLETED and result.measurement is not None:
-            self._study.tell(number, float(getattr(result.measurement, self._metric)))
+        trial = self._open_trial(number)
+        measured = result.measurement
+        trial.set_user_attr("outcome", result.outcome.value)
+        trial.set_user_attr("reason", result.reason)
+        trial.set_user_attr("duration_s", result.duration_s)
+        trial.set_user_attr("measurement", None if measured is None else measured.to_json())
+        value = 0.0 if measured is None else float(getattr(measured, self._metric))
+        if result.outcome is Outcome.COMPLETED and measured is not None:
+            trial.set_constraint("memory", 0.0)
+            self._study.tell(number, value)
         elif result.outcome is Outcome.OOM:
-            self._set_attrs(trial, excess_gib=self._excess_gib(result.measurement))
-            measured = result.measurement
-            value = 0.0 if measured is None else float(getattr(measured, self._metric))
+            trial.set_constraint("memory", self._excess_gib(measured))
             self._study.tell(number, value)
         elif result.outcome is Outcome.TIMEOUT:
             self._study.tell(number, 0.0)
@@ -224,6 +223,8 @@ class TuningStudy:
 
         trial.set_user_attr("outcome", outcome)
         trial.set_user_attr("reason", reason)
+        if outcome == REJECTED:
+            trial.set_constraint("validity", 1.0)
         state = TrialState.PRUNED if outcome == REJECTED else TrialState.FAIL
         self._study.tell(trial.number, state=state)
 
@@ -246,15 +247,13 @@ class TuningStudy:
             if self._check(Candidate.from_flat(flat)) is None:
                 yield flat
 
-    def _storage_trial(self, number: int) -> int:
+    def _open_trial(self, number: int) -> optuna.Trial:
+        import optuna
+
         trials = self._study.get_trials(deepcopy=False)
         if not 0 <= number < len(trials) or trials[number].state.is_finished():
             raise ValueError(f"trial {number} is not running")
-        return trials[number]._trial_id
-
-    def _set_attrs(self, trial_id: int, **attrs: Any) -> None:
-        for name, value in attrs.items():
-            self._study._storage.set_trial_user_attr(trial_id, name, value)
+        return optuna.Trial(self._study, trials[number]._trial_id)
 
 
 def best_of(records: list[TrialRecord], metric: str) -> TrialRecord | None:
@@ -291,31 +290,15 @@ def open_study(
 
 
 def _sampler(name: str, seed: int) -> optuna.samplers.BaseSampler:
-    import warnings
-
     import optuna
 
     if name == "random":
         return optuna.samplers.RandomSampler(seed=seed)
-    if name != "tpe":
-        raise InputError(f"there is no sampler '{name}'", field="search.sampler", fix="use tpe")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return optuna.samplers.TPESampler(
-            seed=seed,
-            n_startup_trials=6,
-            multivariate=True,
-            group=True,
-            constant_liar=True,
-            constraints_func=_constraint,
-        )
-
-
-def _constraint(trial: optuna.trial.FrozenTrial) -> tuple[float]:
-    """Positive where the candidate is infeasible: GiB above the limit, or 1 if it is invalid."""
-    if trial.user_attrs.get("outcome") == REJECTED:
-        return (1.0,)
-    return (float(trial.user_attrs.get("excess_gib", 0.0)),)
+    if name == "tpe":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return optuna.samplers.TPESampler(seed=seed, n_startup_trials=6, group=True)
+    raise InputError(f"there is no sampler '{name}'", field="search.sampler", fix="use tpe")
 
 
 def pareto_front(records: list[TrialRecord], metric: str) -> list[TrialRecord]:

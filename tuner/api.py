@@ -1,0 +1,49 @@
+"""The Python API: what the commands do, as functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tuner.constraints import CheckResult
+
+
+def check(
+    document: Mapping[str, Any], *, mcore: str | None = None, frontend: str = "mcore"
+) -> CheckResult:
+    """The verdict of the rules on `{"model", "world_size", "config"}` or a flat configuration.
+
+    `mcore` is a Megatron-Core version (default: the installed one), `frontend` one of "mcore",
+    "bridge" and "megatron-lm". Raises InputError (a ValueError) where the document cannot be read
+    as a configuration, ValueError for an unknown version or front end.
+    """
+    from tuner.configuration import full_configuration, mcore_version
+    from tuner.constraints import check as check_flat
+
+    flat = full_configuration(document, where="configuration")
+    return check_flat(flat, mcore=mcore or mcore_version(), frontend=frontend)
+
+
+def tune(
+    job: str | Path | None = None,
+    *,
+    study: str | Path | None = None,
+    resume: str | Path | None = None,
+    address: str | None = None,
+) -> dict[str, Any]:
+    """Run a job file (or a shipped job by name), or go on with the study in `resume`.
+
+    Returns the summary document, as `summary.json` holds it. Raises InputError for a bad job and
+    EnvironmentLacksError where MLflow, Ray or a package is missing.
+    """
+    from tuner.commands.tune import open_run, run_study
+
+    prepared, directory = open_run(
+        None if job is None else Path(job),
+        None if study is None else Path(study),
+        None if resume is None else Path(resume),
+        None,
+    )
+    return run_study(prepared, directory, address, resume=resume is not None).summary

@@ -1,0 +1,63 @@
+"""The input document of `tuner check` and its kin: `{model, world_size, config, ...}`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+from tuner.errors import InputError
+
+_RUN_KEYS = ("world_size", "seq_length", "global_batch_size", "micro_batch_size", "gpu", "env")
+_DEFAULT_MCORE = "0.16.1"
+
+
+def full_configuration(document: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Everything the rules look at, of an input `{model, world_size, config, ...}`.
+
+    Fields inside `config` win over those of `model`; without a `config` key the whole document is
+    the flat configuration. Raises InputError where `model` or `config` cannot be used.
+    """
+    from tuner.models import get_model
+
+    if "config" not in document:
+        return _plain(document, where)
+    config = document["config"]
+    if not isinstance(config, Mapping):
+        raise InputError("is not a mapping of fields to values", where=where, field="config")
+    model: dict[str, Any] = {}
+    if document.get("model") is not None:
+        try:
+            model = get_model(document["model"]).to_flat()
+        except InputError as error:
+            raise error.at(where, "model") from None
+        except (ValueError, TypeError) as error:
+            raise InputError(str(error), where=where, field="model") from None
+    run = {key: document[key] for key in _RUN_KEYS if document.get(key) is not None}
+    return {**model, **_precision(document, model), **run, **_plain(config, where)}
+
+
+def _precision(document: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Dtype fields of a catalogue model, which does not name them; bf16 unless said otherwise."""
+    if not model:
+        return {}
+    precision = document.get("precision", "bf16")
+    if precision == "fp32":
+        return {"params_dtype": "fp32", "pipeline_dtype": "fp32"}
+    return {"bf16": True, "params_dtype": "bf16", "pipeline_dtype": "bf16"}
+
+
+def _plain(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The configuration with string keys only; `dp` and other derived names are refused later."""
+    for key in config:
+        if not isinstance(key, str):
+            raise InputError(f"the key {key!r} is not a name", where=where, field="config")
+    return dict(config)
+
+
+def mcore_version() -> str:
+    """The installed Megatron-Core's version, or the oldest supported one where none is."""
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return _DEFAULT_MCORE
