@@ -7,7 +7,9 @@ from typing import Any
 from tuner.constraints.registry import UNCHANGED, derived, rewrite, rule
 from tuner.constraints.rules import TRANSFORMER_CONFIG as TC
 
-FUSABLE = ("gelu", "silu", "quick_gelu")
+# The fused kernel compares with the function of fusions/fused_bias_geglu.py, called quick_geglu
+# here; the function called quick_gelu is the one of activations.py, which it does not know.
+FUSABLE = ("gelu", "silu", "quick_geglu")
 TE_FUNCTIONS = ("gelu", "silu", "relu")
 _FUSION_OFF = {"bias_activation_fusion": False}
 
@@ -30,10 +32,10 @@ def fused_activation_is_supported(c: Any) -> str | None:
         return f"no fused kernel for activation {function}"
     if function == "gelu" and not c.gated_linear_unit and not c.add_bias_linear:
         return "fused plain GELU needs add_bias_linear"
-    if function == "quick_gelu" and not c.gated_linear_unit:
+    if function == "quick_geglu" and not c.gated_linear_unit:
         return "fused quick GELU needs gated_linear_unit"
-    if c.glu_linear_offset != 0.0 and function != "quick_gelu":
-        return "a fused activation with glu_linear_offset must be quick_gelu"
+    if c.glu_linear_offset != 0.0 and function != "quick_geglu":
+        return "a fused activation with glu_linear_offset must be quick_geglu"
     return None
 
 
@@ -56,7 +58,7 @@ def fused_rope_needs_te(c: Any) -> str | None:
         return None
     if c.rotary_interleaved and c.te < (2, 3):
         return "fused interleaved rotary embeddings need Transformer Engine 2.3"
-    if c.te < (1, 4):
+    if c.machine_te < (1, 4):
         return "fused rotary embeddings need Transformer Engine 1.4"
     return None
 

@@ -38,9 +38,15 @@ def te(c: Any) -> tuple[int, ...]:
 
 
 @derived
-def te_installed(c: Any) -> bool:
-    """False only when Transformer Engine is known to be missing."""
-    return bool(c.te)
+def machine_te(c: Any) -> tuple[int, ...]:
+    """Version installed on this machine; very new when the machine is unknown."""
+    return parse_version(c.capabilities.transformer_engine if c.capabilities is not None else None)
+
+
+@derived
+def te_missing(c: Any) -> bool:
+    """True only when this machine is known to lack Transformer Engine."""
+    return c.machine_te == ()
 
 
 @derived
@@ -72,8 +78,8 @@ def expandable_segments(c: Any) -> bool:
     fix=[lambda c: {"env": {**c.env, "NCCL_GRAPH_REGISTER": "0"}}],
 )
 def graphs_with_expandable_segments_unregister(c: Any) -> str | None:
-    """Per-layer CUDA graphs, expandable segments and NCCL_GRAPH_REGISTER not 0."""
-    if c.effective_cuda_graph_impl not in ("local", "transformer_engine") or c.full_iteration:
+    """local or transformer_engine graphs, expandable segments and NCCL_GRAPH_REGISTER not 0."""
+    if not c.per_layer_graph:
         return None
     if c.effective_cuda_graph_impl == "local" and c.compute_capability >= 10:
         return None
@@ -146,9 +152,7 @@ def low_precision_needs_cuda(c: Any) -> str | None:
 @rule("K04", "capability of the machine", fix={"fp8": None, "fp4": None})
 def low_precision_needs_te(c: Any) -> str | None:
     """fp8 or fp4 when the machine is known to lack Transformer Engine."""
-    known = c.capabilities
-    missing = known is not None and not c.te_installed
-    if missing and (c.fp8 or c.fp4):
+    if c.te_missing and (c.fp8 or c.fp4):
         return "fp8 and fp4 are done by Transformer Engine, which is not installed"
     return None
 
@@ -156,7 +160,6 @@ def low_precision_needs_te(c: Any) -> str | None:
 @rule("K04", "capability of the machine", fix={"fine_grained_activation_offloading": False})
 def fine_offload_needs_te(c: Any) -> str | None:
     """Fine-grained offload when the machine is known to lack Transformer Engine."""
-    missing = c.capabilities is not None and not c.te_installed
-    if missing and c.fine_grained_activation_offloading:
+    if c.te_missing and c.fine_grained_activation_offloading:
         return "fine-grained offload needs the Transformer Engine layers, which are not installed"
     return None

@@ -144,6 +144,6 @@ def inference_scope_fits_implementation(c: Any) -> str | None:
 @rule("G33", "transformer/cuda_graphs.py: TECudaGraphHelper.__init__", fix=[OFF])
 def te_graphs_need_te(c: Any) -> str | None:
     """transformer_engine graphs without Transformer Engine."""
-    if c.effective_cuda_graph_impl == "transformer_engine" and not c.te_installed:
+    if c.effective_cuda_graph_impl == "transformer_engine" and c.te_missing:
         return "transformer_engine graphs need Transformer Engine, which is not installed"
     return None

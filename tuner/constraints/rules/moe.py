@@ -279,8 +279,8 @@ def allgather_needs_fixed_lengths(c: Any) -> str | None:
 
 @rule("M19", TC, fix=[{"moe_permute_fusion": False}])
 def fused_permutation_needs_te(c: Any) -> str | None:
-    """moe_permute_fusion without Transformer Engine."""
-    if c.moe_permute_fusion and c.te < (2, 1):
+    """moe_permute_fusion on a machine without the kernels of Transformer Engine 2.1."""
+    if c.moe_permute_fusion and c.machine_te < (2, 1):
         return "fused permutation needs Transformer Engine 2.1"
     return None
 

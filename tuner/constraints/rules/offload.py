@@ -233,7 +233,7 @@ def layer_offload_names_what(c: Any) -> str | None:
     """Neither activations nor weights to offload (with the first offload code, even when off)."""
     if c.cpu_offloading_activations or c.cpu_offloading_weights:
         return None
-    if c.cpu_offloading or (c.offload_v1 and c.te_installed):
+    if c.cpu_offloading or (c.offload_v1 and c.te != ()):
         return "Transformer Engine refuses an offload of neither activations nor weights"
     return None
 
@@ -241,6 +241,6 @@ def layer_offload_names_what(c: Any) -> str | None:
 @rule("O22", "transformer/transformer_block.py: TransformerBlock.__init__", fix=[LAYERS_OFF])
 def layer_offload_needs_te(c: Any) -> str | None:
     """cpu_offloading without Transformer Engine."""
-    if c.cpu_offloading and not c.te_installed:
+    if c.cpu_offloading and c.te_missing:
         return "layer-level CPU offload is done by Transformer Engine, which is not installed"
     return None

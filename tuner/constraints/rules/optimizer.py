@@ -63,7 +63,7 @@ def buckets_by_count_or_size(c: Any) -> str | None:
     return None
 
 
-@rewrite("D04", "fsdp_double_buffer", DDP_CONFIG, since="0.19.2", implicit=True)
+@rewrite("D04", "fsdp_double_buffer", DDP_CONFIG, since="0.19.2")
 def pooled_double_buffer_turns_double_buffer_on(c: Any) -> object:
     """megatron_fsdp_max_pool_double_buffer turns fsdp_double_buffer on."""
     return True if c.megatron_fsdp_max_pool_double_buffer else UNCHANGED
@@ -103,11 +103,12 @@ def optimizer_states_are_fp32(c: Any) -> str | None:
 
 @rule("D08", CONFIG, fix=[_PRECISION_AWARE_OFF])
 def precision_aware_optimizer_needs_te(c: Any) -> str | None:
-    """use_precision_aware_optimizer without Transformer Engine's FusedAdam (0.16: even when the
-    optimizer is offloaded)."""
-    if not c.use_precision_aware_optimizer or c.te_installed:
+    """use_precision_aware_optimizer without Transformer Engine's FusedAdam (0.16 compares its
+    version even when the optimizer is offloaded)."""
+    if not c.use_precision_aware_optimizer:
         return None
-    if c.optimizer_cpu_offload and c.minor >= 17:
+    missing = c.te_missing and not c.optimizer_cpu_offload
+    if not missing and not (c.minor == 16 and c.te == ()):
         return None
     return "the precision-aware optimizer is Transformer Engine's, which is not installed"
 

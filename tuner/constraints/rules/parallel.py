@@ -429,7 +429,9 @@ def has_dense_layers(c: Any) -> bool:
     fix=[lambda c: _fewer_tensor_ranks(c.effective_ffn_hidden_size, c)],
 )
 def ffn_divides_over_tensor_ranks(c: Any) -> str | None:
-    """ffn_hidden_size is not a multiple of tensor_model_parallel_size."""
+    """ffn_hidden_size of dense layers is not a multiple of tensor_model_parallel_size."""
+    if not c.has_dense_layers:
+        return None
     return _undivided(c.effective_ffn_hidden_size, c.tensor_model_parallel_size, "ffn_hidden_size")
 
 
