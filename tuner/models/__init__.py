@@ -1,6 +1,7 @@
 """Model specs: what a model is, how large it is, and how much arithmetic a step takes.
 
-`get_model` reads the catalogue (`model_names`) or a mapping of fields.
+`get_model` reads the catalogue (`model_names`) or a mapping of fields; `from_hf_config` reads the
+`config.json` of a Hugging Face model.
 `count_parameters` and `model_flops_per_step` compute from a `ModelSpec`.
 
 To add a model, put a file `NAME.yaml` (lower case, words joined by dashes) into
@@ -23,6 +24,7 @@ The tests then compare the count with the published total and with the real `GPT
 from tuner.models.catalogue import get_model, model_names
 from tuner.models.errors import ModelSpecError
 from tuner.models.flops import model_flops_per_step
+from tuner.models.huggingface import from_hf_config
 from tuner.models.parameters import ParameterCounts, count_parameters
 from tuner.models.spec import MODEL_FIELDS, ModelSpec
 
@@ -32,6 +34,7 @@ __all__ = [
     "ModelSpecError",
     "ParameterCounts",
     "count_parameters",
+    "from_hf_config",
     "get_model",
     "model_flops_per_step",
     "model_names",

@@ -142,9 +142,8 @@ class ModelSpec:
         values = dict(flat)
         for key in values:
             if key not in MODEL_FIELDS:
-                raise ModelSpecError(
-                    f"model {name!r}: unknown field {key!r}; {did_you_mean(str(key), MODEL_FIELDS)}"
-                )
+                fix = did_you_mean(str(key), MODEL_FIELDS)
+                raise ModelSpecError(f"model {name!r}: unknown field {_shorten(key)}; {fix}")
         for key in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
             if values.get(key) is None:
                 raise ModelSpecError(
@@ -240,10 +239,12 @@ def _checks() -> dict[str, Check]:
 
 
 def _refuse(name: str, field: str, value: object, problem: str) -> None:
+    raise ModelSpecError(f"model {name!r}: {field}={_shorten(value)} {problem}")
+
+
+def _shorten(value: object) -> str:
     shown = repr(value)
-    if len(shown) > 60:
-        shown = shown[:57] + "..."
-    raise ModelSpecError(f"model {name!r}: {field}={shown} {problem}")
+    return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
 def _derive_sizes(values: dict[str, Any], name: str) -> None:
