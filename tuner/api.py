@@ -22,8 +22,9 @@ def check(
     from tuner.configuration import full_configuration, mcore_version
     from tuner.constraints import check as check_flat
 
-    flat = full_configuration(document, where="configuration")
-    return check_flat(flat, mcore=mcore or mcore_version(), frontend=frontend)
+    mcore = mcore or mcore_version()
+    flat = full_configuration(document, mcore=mcore, where="configuration")
+    return check_flat(flat, mcore=mcore, frontend=frontend)
 
 
 def tune(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner.errors import InputError
+
+if TYPE_CHECKING:
+    from tuner.models import ModelSpec
 
 _RUN_KEYS = ("world_size", "seq_length", "global_batch_size", "micro_batch_size", "gpu", "env")
 _DEFAULT_MCORE = "0.16.1"
 
 
-def full_configuration(document: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+def full_configuration(document: Mapping[str, Any], *, mcore: str, where: str) -> dict[str, Any]:
     """Everything the rules look at, of an input `{model, world_size, config, ...}`.
 
     Fields inside `config` win over those of `model`; without a `config` key the whole document is
@@ -28,13 +31,32 @@ def full_configuration(document: Mapping[str, Any], *, where: str) -> dict[str, 
     model: dict[str, Any] = {}
     if document.get("model") is not None:
         try:
-            model = get_model(document["model"]).to_flat()
+            model = rule_fields(get_model(document["model"]), mcore)
         except InputError as error:
             raise error.at(where, "model") from None
         except (ValueError, TypeError) as error:
             raise InputError(str(error), where=where, field="model") from None
     run = {key: document[key] for key in _RUN_KEYS if document.get(key) is not None}
     return {**model, **_precision(document, model), **run, **_plain(config, where)}
+
+
+def rule_fields(model: ModelSpec, mcore: str) -> dict[str, Any]:
+    """The fields of a model that Megatron-Core `mcore` has in its configuration classes.
+
+    What is left out are arguments of `GPTModel` (position embedding, tied embeddings, ...), which
+    no rule reads and a configuration class would not know.
+    """
+    from tuner.constraints.fields import catalogue
+    from tuner.constraints.registry import resolve_version
+
+    known, version = catalogue(), resolve_version(mcore)
+    return {
+        name: value
+        for name, value in model.to_flat().items()
+        if name in known
+        and version in known[name].default
+        and (model.multi_latent_attention or not known[name].only_mla)
+    }
 
 
 def _precision(document: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:

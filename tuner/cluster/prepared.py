@@ -10,6 +10,7 @@ from typing import Any
 
 from tuner.candidate import Candidate
 from tuner.cluster.placement import Placement, place
+from tuner.configuration import rule_fields
 from tuner.errors import EnvironmentLacksError, InputError
 from tuner.job import Job
 from tuner.measurement import TrialSpec
@@ -87,16 +88,17 @@ def prepare(job: Job, *, where: str, base_folder: Path) -> PreparedJob:
         )
     model = _place_errors(lambda: resolve_model(job.model, base_folder), where, "model")
     space = _place_errors(lambda: job.search_space(base_folder), where, "")
+    mcore = installed_mcore()
     checker = ValidityChecker(
         fixed={
-            **model.to_flat(),
+            **rule_fields(model, mcore),
             **_PRECISION_FIELDS[job.workload.precision],
             **_device_fields(job),
             "seq_length": job.workload.seq_length,
             "global_batch_size": job.workload.global_batch_size,
         },
         world_size=job.cluster.world_size,
-        mcore=installed_mcore(),
+        mcore=mcore,
     )
     prepared = PreparedJob(job, model, space, checker)
     reason = why_nothing_is_valid(space, checker)
