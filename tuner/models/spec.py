@@ -224,7 +224,6 @@ _LATENT_FIELDS = (
     "mscale",
     "mscale_all_dim",
 )
-_EXPERT_FIELDS = ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 _ALWAYS_EXPLICIT = ("normalization",)
 
 
@@ -294,7 +293,7 @@ def _check_consistency(spec: ModelSpec) -> None:
     else:
         _refuse_unused(spec, _LATENT_FIELDS, "multi_latent_attention: true")
     if spec.num_moe_experts is None:
-        _refuse_unused(spec, _EXPERT_FIELDS, "num_moe_experts")
+        _refuse_unused(spec, ("moe_ffn_hidden_size",), "num_moe_experts")
     else:
         _check_experts(spec, spec.num_moe_experts)
     layers = spec.num_layers
