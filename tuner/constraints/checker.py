@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.constraints.fields import REQUIRED, catalogue, nearest, type_problem
+from tuner.constraints.fields import REQUIRED, catalogue, type_problem
 from tuner.constraints.registry import (
     FRONTENDS,
     UNCHANGED,

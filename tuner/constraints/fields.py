@@ -59,7 +59,7 @@ def _field(name: str, entry: Mapping[str, object]) -> Field:
         name=name,
         kind=str(entry["kind"]),
         sections=tuple(sections),
-        default=by_version or {version: default for version in versions},
+        default=by_version or dict.fromkeys(versions, default),
         optional=bool(entry.get("optional", False)),
         choices=tuple(choices) if isinstance(choices, list) else None,
         bounds=(bounds[0], bounds[1]) if isinstance(bounds, list) else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -11,7 +11,7 @@ from tuner.constraints.fields import catalogue
 from tuner.constraints.registry import DERIVED
 
 
-@lru_cache(maxsize=None)
+@cache
 def fields_read(function: Callable[..., Any]) -> tuple[str, ...]:
     """Field names that `function`, the helpers of its module and derived values read, in order."""
     found: dict[str, None] = {}

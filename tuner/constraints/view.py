@@ -8,7 +8,7 @@ are neither are derived values, computed on first use and kept.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from tuner.constraints.fields import catalogue
@@ -22,6 +22,16 @@ from tuner.constraints.registry import (
 
 # Defaults that depend on another field are left None here and read through a derived value.
 _CONDITIONAL_DEFAULTS = ("normalization",)
+
+
+class _Unset:
+    """In an array of candidates: this candidate does not set the field."""
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET = _Unset()
 
 
 class View:
@@ -60,7 +70,7 @@ class ModelView(View):
         return value
 
 
-@lru_cache(maxsize=None)
+@cache
 def given_class(mcore: str, frontend: str) -> type[View]:
     """The class whose attributes are the defaults of one version and front end."""
     load_rules()

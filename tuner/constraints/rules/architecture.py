@@ -71,7 +71,11 @@ def interleaved_rope_excludes_mla(c: Any) -> str | None:
     return None
 
 
-@rule("E07", "transformer/transformer_config.py: MLATransformerConfig.__post_init__", fix=[{"apply_rope_fusion": False}])
+@rule(
+    "E07",
+    "transformer/transformer_config.py: MLATransformerConfig.__post_init__",
+    fix=[{"apply_rope_fusion": False}],
+)
 def fused_mla_rope_is_yarn(c: Any) -> str | None:
     """apply_rope_fusion with multi-latent attention and a rope_type other than yarn."""
     if c.multi_latent_attention and c.apply_rope_fusion and c.rope_type != "yarn":
@@ -145,7 +149,9 @@ def sparse_attention_is_supported(c: Any) -> str | None:
     if c.add_bias_linear:
         return "dsa needs add_bias_linear false"
     if c.dsa_indexer_topk_freq < 1 or c.dsa_indexer_skip_topk_offset < 0:
-        return "dsa_indexer_topk_freq must be positive and dsa_indexer_skip_topk_offset not negative"
+        return (
+            "dsa_indexer_topk_freq must be positive and dsa_indexer_skip_topk_offset not negative"
+        )
     kinds = c.cp_comm_type
     kinds = kinds if isinstance(kinds, (list, tuple)) else [kinds]
     gathered = all(k is not None and k.replace("_", "").lower() == "allgather" for k in kinds)

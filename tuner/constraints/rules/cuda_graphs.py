@@ -61,7 +61,9 @@ def renamed_graph_modules(c: Any) -> list[str]:
 @derived
 def effective_cuda_graph_impl(c: Any) -> str:
     """cuda_graph_impl as the checks see it."""
-    return "full_iteration" if "full_iteration" in c.renamed_graph_modules else c.migrated_graph_impl
+    return (
+        "full_iteration" if "full_iteration" in c.renamed_graph_modules else c.migrated_graph_impl
+    )
 
 
 @derived
@@ -70,7 +72,9 @@ def effective_graph_modules(c: Any) -> list[str]:
     if "full" in c.listed_graph_modules:
         return []
     modules = [m for m in c.listed_graph_modules if m not in c.renamed_graph_modules]
-    if c.effective_cuda_graph_impl == "local" and ("moe_router" in modules or "moe_preprocess" in modules):
+    if c.effective_cuda_graph_impl == "local" and (
+        "moe_router" in modules or "moe_preprocess" in modules
+    ):
         modules += [m for m in ("moe_router", "moe_preprocess") if m not in modules]
     return modules
 

@@ -87,9 +87,7 @@ def fine_offload_needs_graph_warmup(c: Any) -> str | None:
     return None
 
 
-@rule(
-    "O18", TC, fix=[{"fine_grained_offloading_max_inflight_offloads": 2}, OFF], since="0.18.0"
-)
+@rule("O18", TC, fix=[{"fine_grained_offloading_max_inflight_offloads": 2}, OFF], since="0.18.0")
 def full_iteration_offload_limits_inflight(c: Any) -> str | None:
     """Fine-grained offload with a full-iteration graph and no limit of offloads in flight."""
     limit = c.fine_grained_offloading_max_inflight_offloads

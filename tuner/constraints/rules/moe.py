@@ -249,7 +249,11 @@ def old_device_limit_sets_groups(c: Any) -> object:
     return c.expert_model_parallel_size if old else UNCHANGED
 
 
-@rule("M16", TC, fix=[{"moe_router_score_function": "sigmoid"}, {"moe_router_enable_expert_bias": False}])
+@rule(
+    "M16",
+    TC,
+    fix=[{"moe_router_score_function": "sigmoid"}, {"moe_router_enable_expert_bias": False}],
+)
 def expert_bias_needs_sigmoid(c: Any) -> str | None:
     """moe_router_enable_expert_bias with a score function other than sigmoid (or, from 0.18,
     sqrtsoftplus)."""
@@ -290,10 +294,15 @@ def experts_with_tensor_parallel_need_sequence_parallel(c: Any) -> str | None:
     """Experts with tensor parallelism and without sequence_parallel: the first step fails."""
     if not c.num_moe_experts or c.tensor_model_parallel_size <= 1 or c.sequence_parallel:
         return None
-    return "MoE training with tensor parallelism raises in its first forward without sequence_parallel"
+    return (
+        "MoE training with tensor parallelism raises in its first forward without sequence_parallel"
+    )
 
 
-_RANK_CAPACITY_OFF: Mapping[str, object] = {"moe_expert_rank_capacity_factor": None, "moe_paged_stash": False}
+_RANK_CAPACITY_OFF: Mapping[str, object] = {
+    "moe_expert_rank_capacity_factor": None,
+    "moe_paged_stash": False,
+}
 
 
 @rule("M36", TC, fix=[_RANK_CAPACITY_OFF], since="0.18.0")

@@ -134,7 +134,9 @@ def expert_parts_are_not_recomputed(c: Any) -> str | None:
         return None
     parts = EXPERT_PARTS.intersection(c.offloaded)
     if parts and "moe" in c.effective_recompute_modules:
-        return f"the whole MoE layer is recomputed, so {', '.join(sorted(parts))} cannot be offloaded"
+        return (
+            f"the whole MoE layer is recomputed, so {', '.join(sorted(parts))} cannot be offloaded"
+        )
     return None
 
 

@@ -15,7 +15,7 @@ BUFFER = "distributed/param_and_grad_buffer.py: start_param_sync"
 _DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _PRECISION_AWARE_OFF: Mapping[str, object] = {
     "use_precision_aware_optimizer": False,
-    **{name: "fp32" for name in _DTYPES},
+    **dict.fromkeys(_DTYPES, "fp32"),
 }
 
 
@@ -113,7 +113,11 @@ def precision_aware_optimizer_needs_te(c: Any) -> str | None:
     return "the precision-aware optimizer is Transformer Engine's, which is not installed"
 
 
-@rule("D09", DDP, fix=[{"use_distributed_optimizer": True}, {"num_distributed_optimizer_instances": 1}])
+@rule(
+    "D09",
+    DDP,
+    fix=[{"use_distributed_optimizer": True}, {"num_distributed_optimizer_instances": 1}],
+)
 def optimizer_instances_need_distributed_optimizer(c: Any) -> str | None:
     """Several optimizer instances without use_distributed_optimizer."""
     if c.num_distributed_optimizer_instances > 1 and not c.use_distributed_optimizer:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.constraints.registry import derived, rewrite, rule
-from tuner.constraints.registry import UNCHANGED
+from tuner.constraints.registry import UNCHANGED, derived, rewrite, rule
 from tuner.constraints.rules import TRANSFORMER_CONFIG as TC
 
 MPC = "model_parallel_config.py: ModelParallelConfig.__post_init__"

@@ -109,7 +109,11 @@ def fp8_output_projection_needs_mxfp8(c: Any) -> str | None:
     return None
 
 
-@rule("F15", TC, fix=[{"moe_router_padding_for_quantization": False, "moe_router_padding_for_fp8": False}])
+@rule(
+    "F15",
+    TC,
+    fix=[{"moe_router_padding_for_quantization": False, "moe_router_padding_for_fp8": False}],
+)
 def padded_routing_needs_low_precision(c: Any) -> str | None:
     """moe_router_padding_for_quantization without fp8 or fp4."""
     padded = c.moe_router_padding_for_quantization or c.moe_router_padding_for_fp8
