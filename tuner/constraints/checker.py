@@ -96,8 +96,8 @@ def evaluate(rule: Rule, given: View, model: View) -> Any:
     try:
         return rule.check(given if rule.layer == "given" else model)
     except Exception as error:  # the promise of `check` is a verdict for every input
-        if rule.kind == "rewrite":
-            return UNCHANGED
+        if rule.kind != "error":
+            return UNCHANGED if rule.kind == "rewrite" else None
         return f"rule {rule.id} cannot be decided for these values ({error!r})"
 
 

@@ -15,7 +15,13 @@ from tuner.constraints.view import given_class, model_view
 # What the user cannot trade: a repair never changes the model or the size of the cluster unless a
 # rule itself proposes it.
 _FIXED_FIELDS = frozenset(
-    ["num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "kv_channels", "vocab_size", "seq_length", "world_size", "gpu", "te_version", "multi_latent_attention", "gated_linear_unit", "activation_func", "normalization", "params_dtype", "bf16", "moe_layer_freq"]
+    (
+        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+        *("ffn_hidden_size", "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk"),
+        *("moe_layer_freq", "multi_latent_attention", "gated_linear_unit", "activation_func"),
+        *("normalization", "params_dtype", "bf16", "vocab_size", "seq_length", "world_size"),
+        *("gpu", "te_version"),
+    )
 )
 _BEAM = 6
 _MAX_STEPS = 8
@@ -30,6 +36,11 @@ class FixResult:
     """Fields that differ from the given candidate, with their new values."""
     result: CheckResult
     """The verdict on `config`."""
+
+    def to_json(self) -> dict[str, object]:
+        """`changes` and `config` as plain data, `valid`, and the verdict's violations."""
+        verdict = self.result.to_json()
+        return {"changes": dict(self.changes), "config": dict(self.config), **verdict}
 
 
 def apply_fix(config: Mapping[str, object], result: CheckResult) -> dict[str, object]:
