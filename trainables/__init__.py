@@ -1,0 +1,45 @@
+"""What runs a trial for real. A trainable is declared in `_TRAINABLES` and found by `get`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tuner.measurement import TrialResult, TrialSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    """A program that runs trials.
+
+    `rank_module` is started once per rank as `python -m rank_module --spec FILE --output DIR`; it
+    reads a `TrialSpec` and rank 0 writes the `TrialResult`.
+    """
+
+    name: str
+    rank_module: str
+
+    def run_trial(self, spec: TrialSpec, output_dir: Path, **placement: Any) -> TrialResult:
+        """Run one trial; arguments and result are those of `trainables.launch.run_trial`."""
+        from trainables.launch import run_trial
+
+        return run_trial(spec, output_dir, module=self.rank_module, **placement)
+
+
+_TRAINABLES = (Trainable("megatron_core", "trainables.megatron_core"),)
+
+
+def names() -> tuple[str, ...]:
+    """Names of all trainables."""
+    return tuple(trainable.name for trainable in _TRAINABLES)
+
+
+def get(name: str) -> Trainable:
+    """The trainable called `name`; raises KeyError that lists the known ones."""
+    for trainable in _TRAINABLES:
+        if trainable.name == name:
+            return trainable
+    raise KeyError(f"trainable {name!r} is unknown; choose one of {', '.join(names())}")

@@ -1,0 +1,310 @@
+"""From a flat trial to the arguments of Megatron-Core's own classes.
+
+A trial names everything by Megatron-Core field names. This module sorts the fields into the
+classes that know them and adds what a training script would: precision, fusions, communication
+defaults of the device. It creates no process group and no tensor, so it can be used, and tested,
+without any.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainables.errors import TrialSpecError
+from trainables.megatron_core.graphs import translate_cuda_graph_fields
+from trainables.megatron_core.layout import Layout
+from tuner.measurement import TrialSpec
+
+_MODEL_ARGUMENTS = (
+    "position_embedding_type",
+    "share_embeddings_and_output_weights",
+    "rotary_base",
+    "rotary_percent",
+    "rope_scaling",
+    "rope_scaling_factor",
+    "fp16_lm_cross_entropy",
+    "seq_len_interpolation_factor",
+    "scatter_embedding_sequence_parallel",
+)
+"""Arguments of `GPTModel.__init__` that a trial may set."""
+
+_RUN_FIELDS = (
+    "micro_batch_size",
+    "env",
+    "name",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+    "max_position_embeddings",
+    "cuda_graph_impl",
+    "cuda_graph_modules",
+    "cuda_graph_scope",
+)
+"""Fields this trainable reads itself instead of handing them to a class."""
+
+_CONFIG_ATTRIBUTE_PREFIX = "yarn_"
+"""`GPTModel` reads its YaRN settings as plain attributes of the configuration."""
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
+
+
+@dataclass(frozen=True, slots=True)
+class BuildPlan:
+    """Everything needed to build one rank's model, optimizer and schedule.
+
+    `transformer`, `ddp` and `optimizer` are keyword arguments of the (MLA)TransformerConfig, the
+    DistributedDataParallelConfig and the OptimizerConfig; `model` those of `GPTModel`;
+    `attributes` is set on the transformer configuration after it is made. `vocab_size` is padded
+    so that the tensor parallel size divides it.
+    """
+
+    layout: Layout
+    transformer: Mapping[str, Any]
+    attributes: Mapping[str, Any]
+    model: Mapping[str, Any]
+    ddp: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    vocab_size: int
+    max_sequence_length: int
+    seq_length: int
+    device: str
+    precision: str
+    seed: int
+    use_transformer_engine: bool
+
+    def transformer_config(self) -> Any:  # a class of an untyped package
+        """A fresh `TransformerConfig` or, for multi-latent attention, `MLATransformerConfig`."""
+        config = _transformer_class(self.transformer)(**self.transformer)
+        for name, value in self.attributes.items():
+            setattr(config, name, value)
+        return config
+
+
+def build_plan(spec: TrialSpec, use_transformer_engine: bool) -> BuildPlan:
+    """Sort the fields of `spec` into the classes that know them.
+
+    Raises `TrialSpecError` for an unknown field (naming the nearest known one) and for an
+    impossible layout. Values Megatron-Core refuses raise its own error when the configuration
+    is made.
+    """
+    fields = {**spec.model, **spec.config}
+    layout = Layout.from_config(fields, spec.world_size, spec.global_batch_size)
+    if spec.precision not in ("bf16", "fp32"):
+        raise TrialSpecError(f"precision={spec.precision!r} is unknown; use 'bf16' or 'fp32'")
+    if spec.device == "cpu" and layout.context_parallel_size > 1:
+        raise TrialSpecError(
+            "context_parallel_size > 1 needs the attention of Transformer Engine and so a CUDA "
+            "device; set it to 1 on the CPU"
+        )
+    sorted_fields = _sort_fields(fields)
+    transformer = (
+        _transformer_defaults(spec, fields, layout, use_transformer_engine)
+        | sorted_fields.transformer
+        | translate_cuda_graph_fields(fields, _field_names(_transformer_class(fields)))
+        | _transformer_sizes(layout)
+    )
+    ddp = {"grad_reduce_in_fp32": True} | sorted_fields.ddp
+    return BuildPlan(
+        layout=layout,
+        transformer=transformer,
+        attributes=sorted_fields.attributes,
+        model=sorted_fields.model,
+        ddp=ddp,
+        optimizer=_optimizer_defaults(spec) | sorted_fields.optimizer,
+        vocab_size=_padded_vocab_size(fields, layout.tensor_model_parallel_size),
+        max_sequence_length=max(fields.get("max_position_embeddings") or 0, spec.seq_length),
+        seq_length=spec.seq_length,
+        device=spec.device,
+        precision=spec.precision,
+        seed=spec.seed,
+        use_transformer_engine=use_transformer_engine,
+    )
+
+
+@dataclass(slots=True)
+class _SortedFields:
+    transformer: dict[str, Any]
+    attributes: dict[str, Any]
+    model: dict[str, Any]
+    ddp: dict[str, Any]
+    optimizer: dict[str, Any]
+
+
+def _sort_fields(fields: Mapping[str, Any]) -> _SortedFields:
+    """Give every field to each class that declares it."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+
+    result = _SortedFields({}, {}, {}, {}, {})
+    owners: list[tuple[dict[str, Any], frozenset[str]]] = [
+        (result.transformer, _field_names(_transformer_class(fields))),
+        (result.ddp, _field_names(DistributedDataParallelConfig)),
+        (result.optimizer, _field_names(OptimizerConfig)),
+        (result.model, frozenset(_MODEL_ARGUMENTS)),
+    ]
+    known = set(_RUN_FIELDS).union(*(names for _, names in owners))
+    for name, value in fields.items():
+        if name in _RUN_FIELDS:
+            continue
+        if name not in known:
+            if name.startswith(_CONFIG_ATTRIBUTE_PREFIX):
+                result.attributes[name] = value
+                continue
+            raise TrialSpecError(_unknown_field(name, known))
+        for values, names in owners:
+            if name in names:
+                values[name] = _python_value(name, value)
+    return result
+
+
+def _unknown_field(name: str, known: set[str]) -> str:
+    import megatron.core
+
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "; remove it"
+    return (
+        f"field {name!r} is none of Megatron-Core {megatron.core.__version__}'s transformer, "
+        f"optimizer, distributed data parallel or GPTModel settings{hint}"
+    )
+
+
+def _field_names(config_class: type) -> frozenset[str]:
+    import dataclasses
+
+    return frozenset(field.name for field in dataclasses.fields(config_class) if field.init)
+
+
+def _transformer_class(fields: Mapping[str, Any]) -> type:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    latent: type = MLATransformerConfig
+    return latent if fields.get("multi_latent_attention") else TransformerConfig
+
+
+def _python_value(name: str, value: object) -> object:
+    """Turn a JSON value into what the field takes: functions, dtypes, enums and tuples."""
+    if name == "activation_func" and isinstance(value, str):
+        return _activation_function(value)
+    if name.endswith("_dtype") and isinstance(value, str) and name != "moe_router_dtype":
+        return _torch_dtype(name, value)
+    if name == "attention_backend" and isinstance(value, str):
+        from megatron.core.transformer.enums import AttnBackend
+
+        return AttnBackend[value]
+    if name == "window_size" and isinstance(value, list):
+        return tuple(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _activation_function(name: str) -> Callable[..., Any]:
+    import torch.nn.functional as functional
+    from megatron.core.activations import quick_gelu, squared_relu
+
+    functions: dict[str, Callable[..., Any]] = {
+        "gelu": functional.gelu,
+        "silu": functional.silu,
+        "relu": functional.relu,
+        "squared_relu": squared_relu,
+        "quick_gelu": quick_gelu,
+    }
+    if name not in functions:
+        raise TrialSpecError(f"activation_func={name!r} is unknown; use one of {list(functions)}")
+    return functions[name]
+
+
+def _torch_dtype(field: str, name: str) -> object:
+    import torch
+
+    dtype = getattr(torch, _DTYPES.get(name, name.removeprefix("torch.")), None)
+    if not isinstance(dtype, torch.dtype):
+        raise TrialSpecError(f"{field}={name!r} is no dtype; use one of {list(_DTYPES)}")
+    return dtype
+
+
+def _precision_fields(precision: str) -> dict[str, Any]:
+    import torch
+
+    bf16 = precision == "bf16"
+    return {"bf16": bf16, "params_dtype": torch.bfloat16 if bf16 else torch.float32}
+
+
+def _transformer_sizes(layout: Layout) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": layout.context_parallel_size,
+        "expert_model_parallel_size": layout.expert_model_parallel_size,
+        "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
+    }
+
+
+def _transformer_defaults(
+    spec: TrialSpec, fields: Mapping[str, Any], layout: Layout, use_transformer_engine: bool
+) -> dict[str, Any]:
+    """What a training script sets besides the model; a trial's own fields override these."""
+    precision = _precision_fields(spec.precision)
+    interleaved = layout.num_model_chunks > 1
+    cuda = spec.device == "cuda"
+    defaults: dict[str, Any] = {
+        **precision,
+        "pipeline_dtype": precision["params_dtype"],
+        "transformer_impl": "transformer_engine" if use_transformer_engine else "local",
+        "bias_activation_fusion": _can_fuse_activation(fields),
+        "bias_dropout_fusion": True,
+        "deallocate_pipeline_outputs": True,
+        # Megatron-LM overlaps point-to-point transfers only under interleaving, and then cannot
+        # batch them. Gloo has no batched transfers at all.
+        "overlap_p2p_comm": cuda and interleaved,
+        "batch_p2p_comm": cuda and not interleaved,
+        "gradient_accumulation_fusion": cuda and _can_fuse_gradient_accumulation(),
+    }
+    if fields.get("num_moe_experts"):
+        defaults["moe_token_dispatcher_type"] = "alltoall"
+        defaults["moe_grouped_gemm"] = use_transformer_engine
+    if use_transformer_engine and fields.get("position_embedding_type") == "rope":
+        defaults["apply_rope_fusion"] = not fields.get("multi_latent_attention")
+    return defaults
+
+
+def _can_fuse_activation(fields: Mapping[str, Any]) -> bool:
+    """Whether `TransformerConfig.__post_init__` accepts bias_activation_fusion for this MLP."""
+    activation = fields.get("activation_func", "gelu")
+    gated = bool(fields.get("gated_linear_unit"))
+    if activation == "gelu":
+        has_bias = bool(fields.get("add_bias_linear", True))
+        # MLP.forward refuses a fused GEGLU inside a mixture of experts.
+        return (gated and not fields.get("num_moe_experts")) or (not gated and has_bias)
+    return (
+        activation in ("silu", "quick_gelu")
+        and gated
+        and not (activation == "silu" and fields.get("glu_linear_offset"))
+    )
+
+
+def _can_fuse_gradient_accumulation() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+def _optimizer_defaults(spec: TrialSpec) -> dict[str, Any]:
+    return {
+        **_precision_fields(spec.precision),
+        "optimizer": "adam",
+        "lr": 1e-3,
+        "weight_decay": 0.01,
+        "clip_grad": 1.0,
+    }
+
+
+def _padded_vocab_size(fields: Mapping[str, Any], tensor_model_parallel_size: int) -> int:
+    """The vocabulary rounded up as Megatron-LM does before it makes the embedding."""
+    multiple = (fields.get("make_vocab_size_divisible_by") or 128) * tensor_model_parallel_size
+    vocab_size = fields.get("vocab_size")
+    if not vocab_size:
+        raise TrialSpecError("vocab_size is missing from the model; set it to a positive integer")
+    return -(-int(vocab_size) // multiple) * multiple

@@ -1,0 +1,275 @@
+"""One rank of a trial: set up the device, run the steps, report.
+
+What is trained is built in `model` and `schedule`; this module is about the process around it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import time
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainables.failures import describe_exception
+from trainables.processes import die_with_parent
+from tuner.measurement import TrialSpec, write_json_atomically
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainables.megatron_core.memory import StorageTracker
+    from trainables.megatron_core.plan import BuildPlan
+
+RESULT_FILE = "result.json"
+
+_TRACKED_STEPS = 2
+"""Steps whose memory is followed on the CPU: Adam's moments exist from the second on."""
+
+
+def main() -> None:
+    """Run the trial in `--spec`; the first rank of each node writes `--output`/result.json."""
+    die_with_parent()
+    parser = argparse.ArgumentParser(prog="trainables.megatron_core", description=__doc__)
+    parser.add_argument("--spec", type=Path, required=True, help="JSON file of a TrialSpec")
+    parser.add_argument("--output", type=Path, required=True, help="directory for result.json")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    _recording_errors(run_rank)(arguments.spec, arguments.output)
+
+
+def _recording_errors(function: Any) -> Any:
+    """`function` that leaves a torch error file when it raises.
+
+    Unlike torch's own handler it notes the time to more than a second, to tell the first failing
+    rank from those that lost it as a peer.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
+
+    class PreciseErrorHandler(ErrorHandler):
+        def record_exception(self, e: BaseException) -> None:
+            super().record_exception(e)
+            path = self._get_error_file_path()
+            if not path:
+                return
+            document = json.loads(Path(path).read_text())
+            document["message"]["message"] = describe_exception(e)
+            document["message"]["extraInfo"]["time_s"] = time.time()
+            Path(path).write_text(json.dumps(document))
+
+    return record(function, PreciseErrorHandler())
+
+
+def run_rank(spec_file: Path, output_dir: Path) -> None:
+    """Run one rank's share of the trial described in `spec_file`."""
+    spec = TrialSpec.from_json(json.loads(spec_file.read_text()))
+    clock = _Clock()
+    device = _CpuRank(spec) if spec.device == "cpu" else _CudaRank(spec)
+    with device.importing():
+        import megatron.core.models.gpt
+        import megatron.core.optimizer  # noqa: F401
+    clock.mark("import")
+
+    from trainables.megatron_core.plan import build_plan
+    from trainables.megatron_core.processes import joined_process_groups
+    from trainables.megatron_core.report import RankReport, trial_result
+
+    with device.adapted():
+        plan = build_plan(spec, device.use_transformer_engine)
+        with joined_process_groups(plan, spec.timeout_s):
+            clock.mark("process groups")
+            run = _train(spec, plan, device, clock)
+            report = RankReport(
+                rank=int(os.environ["RANK"]),
+                step_times_s=tuple(run.step_times_s),
+                peak_allocated_bytes=device.peak_allocated_bytes(),
+                peak_reserved_bytes=device.peak_reserved_bytes(),
+            )
+            result = trial_result(spec, plan, report, run.loss_shares, device.notes)
+            clock.mark("report")
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        write_json_atomically(output_dir / RESULT_FILE, result.to_json())
+        print(f"{result.outcome}: {result.reason}" if result.reason else result.outcome)
+    print("seconds:", json.dumps(clock.phases_s))
+
+
+class _Clock:
+    """Seconds spent in each phase since the process was started."""
+
+    def __init__(self) -> None:
+        self.phases_s: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def mark(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.phases_s[phase] = round(now - self._last, 3)
+        self._last = now
+
+
+@dataclass(slots=True)
+class _Run:
+    """What the steps of one rank left behind."""
+
+    loss_shares: list[torch.Tensor] = field(default_factory=list)
+    step_times_s: list[float] = field(default_factory=list)
+
+
+def _train(spec: TrialSpec, plan: BuildPlan, device: _CpuRank | _CudaRank, clock: _Clock) -> _Run:
+    """Warm up, then time `measure_steps` steps; step numbers select the data."""
+    from trainables.megatron_core.model import build_training_state
+    from trainables.megatron_core.schedule import TrainingStep
+
+    run = _Run()
+    warmup = device.warmup_steps(plan)
+    gc.disable()
+    with device.measuring_memory():
+        state = build_training_state(plan)
+        device.model_is_built()
+        clock.mark("build")
+        step = TrainingStep(plan, state)
+        for index in range(warmup):
+            _timed_step(step, index, device, run)
+    clock.mark("warm-up steps")
+    run.step_times_s.clear()
+    # An exceeded limit decides the trial; one timed step is kept for the record.
+    measured = 1 if device.is_over_limit() else spec.measure_steps
+    for index in range(warmup, warmup + measured):
+        _timed_step(step, index, device, run)
+    gc.enable()
+    clock.mark("measured steps")
+    return run
+
+
+def _timed_step(step: Any, index: int, device: _CpuRank | _CudaRank, run: _Run) -> None:
+    """One step between two barriers, garbage collected outside of it."""
+    import torch
+
+    gc.collect()
+    torch.distributed.barrier()
+    device.synchronize()
+    started = time.perf_counter()
+    share = step(index)
+    device.synchronize()
+    run.step_times_s.append(time.perf_counter() - started)
+    run.loss_shares.append(share)
+
+
+class _CpuRank:
+    """A rank without a GPU: one thread, Gloo, memory by tracking storages."""
+
+    def __init__(self, spec: TrialSpec) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._spec = spec
+        self._tracker: StorageTracker | None = None
+        self.use_transformer_engine = False
+        self.notes: dict[str, str] = {"device": "cpu"}
+
+    def importing(self) -> AbstractContextManager[None]:
+        from trainables.megatron_core.cpu_device import without_compilation
+
+        return without_compilation()
+
+    def adapted(self) -> AbstractContextManager[None]:
+        from trainables.megatron_core.cpu_device import cpu_device
+
+        return cpu_device()
+
+    def warmup_steps(self, plan: BuildPlan) -> int:
+        return max(self._spec.warmup_steps, _TRACKED_STEPS)
+
+    def measuring_memory(self) -> AbstractContextManager[None]:
+        from trainables.megatron_core.memory import StorageTracker
+
+        self._tracker = StorageTracker()
+        return self._tracker.tracking()
+
+    def model_is_built(self) -> None:
+        assert self._tracker is not None
+        self._tracker.reset_peak()
+
+    def synchronize(self) -> None:
+        pass
+
+    def is_over_limit(self) -> bool:
+        """Whether any rank's peak has passed the limit; the same answer on all ranks."""
+        import torch
+
+        if self._spec.memory_limit_bytes is None:
+            return False
+        peak = torch.tensor(self.peak_allocated_bytes())
+        torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
+        return int(peak) > self._spec.memory_limit_bytes
+
+    def peak_allocated_bytes(self) -> int:
+        assert self._tracker is not None
+        return self._tracker.peak_bytes
+
+    def peak_reserved_bytes(self) -> int | None:
+        return None
+
+
+class _CudaRank:
+    """A rank on a GPU: NCCL, Transformer Engine where installed, the allocator's own counts."""
+
+    def __init__(self, spec: TrialSpec) -> None:
+        import importlib.util
+
+        import torch
+
+        if not torch.cuda.is_available():
+            raise RuntimeError("device='cuda' but torch sees no CUDA device; use device='cpu'")
+        self._spec = spec
+        self.use_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
+        local_rank = int(os.environ["LOCAL_RANK"])
+        self.notes = {"device": torch.cuda.get_device_name(local_rank)}
+        if not self.use_transformer_engine:
+            self.notes["layers"] = "local: transformer_engine is not installed"
+
+    def importing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def adapted(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def warmup_steps(self, plan: BuildPlan) -> int:
+        from trainables.megatron_core.graphs import steps_until_captured
+
+        return max(self._spec.warmup_steps, 2, steps_until_captured(plan.transformer))
+
+    def measuring_memory(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def model_is_built(self) -> None:
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+    def is_over_limit(self) -> bool:
+        """A GPU enforces its own limit."""
+        return False
+
+    def peak_allocated_bytes(self) -> int:
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+
+    def peak_reserved_bytes(self) -> int | None:
+        import torch
+
+        return torch.cuda.max_memory_reserved()

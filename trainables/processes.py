@@ -1,0 +1,64 @@
+"""Ends of processes: dying with a parent, and stopping a whole family at once."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+AGENT_PID_VARIABLE = "TRIAL_AGENT_PID"
+"""Environment variable that tells a rank which process must be alive."""
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_STOP_WAIT_S = 5.0
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however that happens.
+
+    Called first thing in a rank: torch's launcher starts ranks in sessions of their own, which a
+    signal to the launcher's group does not reach. Without effect outside Linux.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    expected = os.environ.get(AGENT_PID_VARIABLE)
+    if expected is not None and os.getppid() != int(expected):
+        # The parent ended before the request above.
+        os._exit(1)
+
+
+def die_with_standard_input() -> None:
+    """Kill this process's group when standard input closes.
+
+    The starter holds the other end of a pipe and writes nothing: it closes when the starter
+    closes it or ends, even by SIGKILL.
+    """
+
+    def watch() -> None:
+        os.read(sys.stdin.fileno(), 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def stop_family(pid: int) -> None:
+    """Kill a process and all its descendants, and wait until they are gone.
+
+    Descendants are found by parentage, so those in other sessions are included.
+    """
+    import psutil
+
+    try:
+        parent = psutil.Process(pid)
+        family = [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for process in family:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(family[1:], timeout=_STOP_WAIT_S)
