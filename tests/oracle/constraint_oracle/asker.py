@@ -56,7 +56,7 @@ class Session:
 
         candidate = self.new_candidate(config)
         self.gpu.name = config.get("gpu") or stubs.DEFAULT_GPU
-        self.world.size = config.get("world_size") or 1
+        self.world.size = candidate.config["world_size"]
         answer: dict[str, Any] = {"valid": True, "error": None, "exc": None, "stage": None}
         with (
             environment(candidate.env),

@@ -89,20 +89,18 @@ class BridgeCandidate(mcore_stages.Candidate):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.container: Any = None
-        self.validated = False
+        self.changed: dict[str, list[Any]] = {}
+
+    def note_changes(self) -> None:
+        """Remembers the fields changed so far, per part: ``{"model.field": [given, held]}``."""
+        self.changed = {
+            f"{part}.{name}": pair
+            for part in ("model", "ddp", "optimizer")
+            for name, pair in values.changes(self.config, getattr(self.container, part)).items()
+        }
 
     def rewritten(self) -> dict[str, list[Any]]:
-        """Changed fields per part: ``{"model.field": [given, held]}``."""
-        if not self.validated:
-            return {}
-        changed: dict[str, list[Any]] = {}
-        for part in ("model", "ddp", "optimizer"):
-            held = values.changes(self.config, getattr(self.container, part), opaque=NOT_COMPARED)
-            changed |= {f"{part}.{name}": pair for name, pair in held.items()}
-        return changed
-
-
-NOT_COMPARED = frozenset(("activation_func", "pipeline_model_parallel_layout"))
+        return self.changed
 
 
 #: What Megatron Bridge's training recipes set where a candidate says nothing.
@@ -188,10 +186,10 @@ def bridge(candidate: BridgeCandidate) -> None:
 
     candidate.container = _build_container(candidate)
     runtime_config_update(candidate.container)
-    candidate.validated = True
     candidate.model = candidate.container.model
     candidate.ddp = candidate.container.ddp
     candidate.optimizer = candidate.container.optimizer
+    candidate.note_changes()
 
 
 class _PastTheChecksError(Exception):
@@ -210,7 +208,7 @@ def bridge_provide(candidate: BridgeCandidate) -> None:
     try:
         model.provide(pre_process=True, post_process=True, vp_stage=0)
     except _PastTheChecksError:
-        return
+        candidate.note_changes()
     finally:
         model.transformer_layer_spec = before
 

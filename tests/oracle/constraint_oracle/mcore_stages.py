@@ -7,6 +7,7 @@ that only a running job meets and that no package function can be called for her
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,18 +24,45 @@ RUN_KEYS = frozenset(
 HANG_AFTER_CHUNKS = 4096
 
 
+def completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A candidate that leaves out its world or its batch gets the smallest that fits its layout.
+
+    So only what the other fields say by themselves is judged.
+    """
+
+    def size(name: str, default: int = 1) -> int:
+        value = config.get(name)
+        return value if isinstance(value, int) and value > 0 else default
+
+    tensor, stages = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
+    context = size("context_parallel_size")
+    dense = size("tensor_parallel_num_weight_shards", tensor) * stages * context
+    expert_tensor = size("expert_tensor_parallel_size", tensor)
+    expert = size("expert_tensor_parallel_num_weight_shards", expert_tensor) * stages
+    expert *= size("expert_model_parallel_size")
+    world = math.lcm(dense, expert) * size("num_distributed_optimizer_instances")
+    complete = dict(config)
+    if complete.get("world_size") is None:
+        complete["world_size"] = world
+    if complete.get("micro_batch_size") is None:
+        complete["micro_batch_size"] = 1
+    if complete.get("global_batch_size") is None:
+        group = size("microbatch_group_size_per_vp_stage", stages)
+        ranks = max(1, complete["world_size"] // dense)
+        complete["global_batch_size"] = complete["micro_batch_size"] * ranks * stages * group
+    return complete
+
+
 class Candidate:
     """One candidate with the configuration objects the stages make of it."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = dict(config)
+        self.config = completed(config)
         self.env: dict[str, str] = {k: str(v) for k, v in (config.get("env") or {}).items()}
         self.model: Any = None
         self.ddp: Any = None
         self.optimizer: Any = None
         self.num_microbatches = 1
-        #: Settings of the mcore front end read by later stages, whoever built the objects.
-        self.run = self.config
 
     def rewritten(self) -> dict[str, list[Any]]:
         """Fields the candidate sets and the package holds otherwise: ``{field: [given, held]}``."""
@@ -43,7 +71,7 @@ class Candidate:
         return changed | {f"ddp.{name}": pair for name, pair in held.items()}
 
     def get(self, key: str, default: Any = None) -> Any:
-        value = self.run.get(key, default)
+        value = self.config.get(key, default)
         return default if value is None else value
 
 
@@ -215,8 +243,6 @@ def parallel_state(candidate: Candidate) -> None:
     from megatron.core import parallel_state as state
 
     model = candidate.model
-    if "world_size" not in candidate.config:
-        return
     remat = {}
     if hasattr(model, "gtp_weight_remat_size"):
         remat["gtp_remat_size"] = model.gtp_weight_remat_size
@@ -239,8 +265,6 @@ def parallel_state(candidate: Candidate) -> None:
 def microbatches(candidate: Candidate) -> None:
     from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
 
-    if "world_size" not in candidate.config or not candidate.get("global_batch_size"):
-        return
     model = candidate.model
     shards = (
         model.tensor_model_parallel_size
@@ -445,7 +469,7 @@ def _te_cpu_offload(candidate: Candidate) -> None:
 
 def _optimizer_offload(candidate: Candidate) -> None:
     """get_megatron_optimizer."""
-    decoupled = candidate.run.get("decoupled_weight_decay", True)
+    decoupled = candidate.config.get("decoupled_weight_decay", True)
     if candidate.optimizer.optimizer_cpu_offload and decoupled is False:
         raise AssertionError(
             "CPU offloading only supported with decoupled_weight_decay enabled (AdamW mode)."

@@ -53,13 +53,11 @@ def to_json(value: Any) -> Any:
 OPAQUE = frozenset(("activation_func", "pipeline_model_parallel_layout"))
 
 
-def changes(
-    given: Mapping[str, Any], holder: Any, opaque: frozenset[str] = OPAQUE
-) -> dict[str, list[Any]]:
+def changes(given: Mapping[str, Any], holder: Any) -> dict[str, list[Any]]:
     """Fields of ``given`` whose value in ``holder`` differs: ``{field: [given, held]}``."""
     changed = {}
     for name, value in given.items():
-        if name in opaque or not hasattr(holder, name):
+        if name in OPAQUE or not hasattr(holder, name):
             continue
         held = to_json(getattr(holder, name))
         if held != value:
