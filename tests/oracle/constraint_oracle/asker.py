@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from constraint_oracle import groups, mcore_stages, stubs
+from constraint_oracle.candidate import Candidate
 
 
 class Session:
@@ -41,7 +42,7 @@ class Session:
             bridge_stages.prepare(self.world)
         else:
             self.stages = mcore_stages.STAGES
-            self.new_candidate = mcore_stages.Candidate
+            self.new_candidate = Candidate
         self._import_everything()
 
     def _import_everything(self) -> None:

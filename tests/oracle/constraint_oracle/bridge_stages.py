@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from constraint_oracle import groups, mcore_stages, stubs, values
+from constraint_oracle.candidate import RUN_KEYS, Candidate, field_names
 
 #: Imported by Megatron Bridge, never called while a configuration is validated.
 STUBBED = (
@@ -40,11 +41,9 @@ STUBBED = (
 )
 
 #: Keys of a candidate that belong to other parts of the container, or to no part of it.
-CONTAINER_KEYS = frozenset(
-    "world_size micro_batch_size global_batch_size env te_version gpu comm_overlap "
-    "mixed_precision use_megatron_fsdp use_torch_fsdp2 ckpt_format order "
-    "decrease_batch_size_if_needed check_for_nan_in_loss te_rng_tracker".split()
-)
+CONTAINER_KEYS = RUN_KEYS - {"seq_length", "vocab_size", "decoupled_weight_decay"} | {
+    "te_rng_tracker"
+}
 
 #: Packages whose ``__init__`` imports every supported model family; only providers are needed.
 HOLLOW = {
@@ -83,7 +82,7 @@ def _silence(module: types.ModuleType) -> None:
             setattr(module, name, lambda *_, **__: None)
 
 
-class BridgeCandidate(mcore_stages.Candidate):
+class BridgeCandidate(Candidate):
     """A candidate with the ConfigContainer made of it."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -115,7 +114,7 @@ def _checkpoint(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _overrides(cls: type, config: Mapping[str, Any]) -> dict[str, Any]:
-    names = mcore_stages.field_names(cls)
+    names = field_names(cls)
     return {key: values.to_python(key, value) for key, value in config.items() if key in names}
 
 
@@ -137,7 +136,7 @@ def _build_container(candidate: BridgeCandidate) -> Any:
         model_class = MLAModelProvider
     ddp_class, optimizer_class = parts.DistributedDataParallelConfig, parts.OptimizerConfig
     known = CONTAINER_KEYS.union(
-        *(mcore_stages.field_names(one) for one in (model_class, ddp_class, optimizer_class))
+        *(field_names(one) for one in (model_class, ddp_class, optimizer_class))
     )
     for key in given:
         if key not in known:
@@ -145,7 +144,7 @@ def _build_container(candidate: BridgeCandidate) -> Any:
     overlap = None
     if given.get("comm_overlap") is not None:
         overlap = CommOverlapConfig(**given["comm_overlap"])
-    container = parts.ConfigContainer(
+    return parts.ConfigContainer(
         model=model_class(**_overrides(model_class, given)),
         ddp=ddp_class(**RECIPE_DDP | _overrides(ddp_class, given)),
         optimizer=optimizer_class(**_overrides(optimizer_class, given)),
@@ -163,9 +162,7 @@ def _build_container(candidate: BridgeCandidate) -> Any:
         logger=parts.LoggerConfig(),
         tokenizer=parts.TokenizerConfig(),
         checkpoint=parts.CheckpointConfig(**_checkpoint(given)),
-        dist=parts.DistributedInitConfig(
-            **_given(given, use_torch_fsdp2="use_torch_fsdp2")
-        ),
+        dist=parts.DistributedInitConfig(**_given(given, use_torch_fsdp2="use_torch_fsdp2")),
         rng=parts.RNGConfig(**_given(given, te_rng_tracker="te_rng_tracker")),
         rerun_state_machine=parts.RerunStateMachineConfig(
             **_given(given, check_for_nan_in_loss="check_for_nan_in_loss")
@@ -173,7 +170,6 @@ def _build_container(candidate: BridgeCandidate) -> Any:
         comm_overlap=overlap,
         mixed_precision=given.get("mixed_precision"),
     )
-    return container
 
 
 def _dataset(parts: Any, given: Mapping[str, Any]) -> Any:

@@ -1,82 +1,19 @@
 """The checks of Megatron-Core a candidate passes through, each run by the package's own code.
 
-A stage raises what the package raises. ``runtime_modelled`` and ``sanity`` hold the conditions
-that only a running job meets and that no package function can be called for here.
+A stage raises what the package raises. ``sanity`` is the one check no package makes.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from constraint_oracle import groups, stubs, values
+from constraint_oracle import groups, runtime_stage, values
+from constraint_oracle.candidate import RUN_KEYS, Candidate, field_names
 
-#: Keys of a candidate that are no field of any configuration class.
-RUN_KEYS = frozenset(
-    "world_size micro_batch_size global_batch_size seq_length vocab_size env te_version gpu "
-    "comm_overlap mixed_precision use_megatron_fsdp use_torch_fsdp2 ckpt_format order "
-    "decrease_batch_size_if_needed decoupled_weight_decay check_for_nan_in_loss".split()
-)
 HANG_AFTER_CHUNKS = 4096
-
-
-def completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A candidate that leaves out its world or its batch gets the smallest that fits its layout.
-
-    So only what the other fields say by themselves is judged.
-    """
-
-    def size(name: str, default: int = 1) -> int:
-        value = config.get(name)
-        return value if isinstance(value, int) and value > 0 else default
-
-    tensor, stages = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
-    context = size("context_parallel_size")
-    dense = size("tensor_parallel_num_weight_shards", tensor) * stages * context
-    expert_tensor = size("expert_tensor_parallel_size", tensor)
-    expert = size("expert_tensor_parallel_num_weight_shards", expert_tensor) * stages
-    expert *= size("expert_model_parallel_size")
-    world = math.lcm(dense, expert) * size("num_distributed_optimizer_instances")
-    complete = dict(config)
-    if complete.get("world_size") is None:
-        complete["world_size"] = world
-    if complete.get("micro_batch_size") is None:
-        complete["micro_batch_size"] = 1
-    if complete.get("global_batch_size") is None:
-        group = size("microbatch_group_size_per_vp_stage", stages)
-        ranks = max(1, complete["world_size"] // dense)
-        complete["global_batch_size"] = complete["micro_batch_size"] * ranks * stages * group
-    return complete
-
-
-class Candidate:
-    """One candidate with the configuration objects the stages make of it."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = completed(config)
-        self.env: dict[str, str] = {k: str(v) for k, v in (config.get("env") or {}).items()}
-        self.model: Any = None
-        self.ddp: Any = None
-        self.optimizer: Any = None
-        self.num_microbatches = 1
-
-    def rewritten(self) -> dict[str, list[Any]]:
-        """Fields the candidate sets and the package holds otherwise: ``{field: [given, held]}``."""
-        changed = values.changes(self.config, self.model)
-        held = values.changes(self.config, self.ddp)
-        return changed | {f"ddp.{name}": pair for name, pair in held.items()}
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self.config.get(key, default)
-        return default if value is None else value
-
-
-def field_names(cls: type) -> frozenset[str]:
-    return frozenset(one.name for one in dataclasses.fields(cls))
 
 
 def _classes() -> tuple[type, type]:
@@ -93,8 +30,10 @@ def transformer_config(candidate: Candidate) -> None:
         TransformerConfig,
     )
 
-    cls = MLATransformerConfig if candidate.config.get("multi_latent_attention") else (
-        TransformerConfig
+    cls = (
+        MLATransformerConfig
+        if candidate.config.get("multi_latent_attention")
+        else (TransformerConfig)
     )
     ddp_class, optimizer_class = _classes()
     known = field_names(cls)
@@ -200,7 +139,8 @@ def _run_checkpointed_forward(model: Any, num_layers: int) -> None:
 
     layers = [_PlainLayer() for _ in range(num_layers)]
     config = types.SimpleNamespace(
-        **{name: getattr(model, name) for name in field_names(type(model))} | {"fp8": None, "fp4": None}
+        **{name: getattr(model, name) for name in field_names(type(model))}
+        | {"fp8": None, "fp4": None}
     )
     block = types.SimpleNamespace(
         config=config,
@@ -355,14 +295,14 @@ def schedule(candidate: Candidate) -> None:
         run = schedules.forward_backward_pipelining_with_interleaving
         chunks = [chunk] * virtual
     world = ProcessGroupCollection()
-    for name, group in dict(
-        tp=groups.Group(range(model.tensor_model_parallel_size)),
-        cp=groups.Group(range(model.context_parallel_size)),
-        embd=None,
-        pos_embd=None,
-        pp=groups.Group(range(stages)),
-        dp_cp=groups.Group([0]),
-    ).items():
+    for name, group in {
+        "tp": groups.Group(range(model.tensor_model_parallel_size)),
+        "cp": groups.Group(range(model.context_parallel_size)),
+        "embd": None,
+        "pos_embd": None,
+        "pp": groups.Group(range(stages)),
+        "dp_cp": groups.Group([0]),
+    }.items():
         setattr(world, name, group)
     communicator = types.SimpleNamespace(
         config=model, pp_group=world.pp, total_stages=stages, current_stage=0
@@ -407,87 +347,6 @@ def _stopped_at_first_work(schedules: Any) -> Iterator[None]:
             setattr(schedules, name, function)
 
 
-def runtime_modelled(candidate: Candidate) -> None:
-    """Conditions met only by a running job; each quotes the function that raises."""
-    for check in (
-        _dispatcher,
-        _graph_memory,
-        _te_cpu_offload,
-        _optimizer_offload,
-        _data_parallel,
-    ):
-        check(candidate)
-
-
-def _dispatcher(candidate: Candidate) -> None:
-    """MoELayer.__init__ and the managers of MoEFlexTokenDispatcher."""
-    model = candidate.model
-    if model.num_moe_experts is None:
-        return
-    kind = model.moe_token_dispatcher_type
-    if kind not in ("allgather", "alltoall", "flex"):
-        raise ValueError(f"Unsupported token dispatcher type: {kind}")
-    backend = getattr(model, "moe_flex_dispatcher_backend", "deepep")
-    ranks = model.expert_tensor_parallel_size * model.expert_model_parallel_size
-    if kind == "flex" and backend in ("deepep", "ncclep") and ranks <= 1:
-        raise AssertionError(f"DeepEP dispatcher requires TPxEP > 1")
-
-
-def _graph_memory(candidate: Candidate) -> None:
-    """CudaGraphManager.__init__ and TECudaGraphHelper.__init__."""
-    implementation = candidate.model.cuda_graph_impl
-    capability = stubs.CAPABILITY[candidate.get("gpu", stubs.DEFAULT_GPU)]
-    graphed = implementation == "transformer_engine" or (
-        implementation == "local" and capability[0] < 10
-    )
-    segments = "expandable_segments:True" in candidate.env.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if graphed and segments and candidate.env.get("NCCL_GRAPH_REGISTER") != "0":
-        raise AssertionError(
-            "Setting NCCL_GRAPH_REGISTER=0 to avoid illegal memory access when using CUDA Graph "
-            "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
-        )
-
-
-def _te_cpu_offload(candidate: Candidate) -> None:
-    """get_cpu_offload_context of Transformer Engine, called when a TransformerBlock is built."""
-    from packaging.version import Version
-
-    model = candidate.model
-    version = candidate.get("te_version", stubs.DEFAULT_TE_VERSION)
-    if version == stubs.NO_TE:
-        if model.cpu_offloading:
-            raise AssertionError("CPU Offloading is enabled when TE is not present")
-        return
-    old_path = Version(version) < Version("2.10") or candidate.env.get("NVTE_CPU_OFFLOAD_V1") == "1"
-    nothing = not (model.cpu_offloading_activations or model.cpu_offloading_weights)
-    if nothing and (model.cpu_offloading or old_path):
-        raise ValueError(
-            "CPU Offloading is enabled while it is not mentioned what to offload "
-            "(weights/activations)"
-        )
-
-
-def _optimizer_offload(candidate: Candidate) -> None:
-    """get_megatron_optimizer."""
-    decoupled = candidate.config.get("decoupled_weight_decay", True)
-    if candidate.optimizer.optimizer_cpu_offload and decoupled is False:
-        raise AssertionError(
-            "CPU offloading only supported with decoupled_weight_decay enabled (AdamW mode)."
-        )
-
-
-def _data_parallel(candidate: Candidate) -> None:
-    """DistributedDataParallel.__init__ and the first parameter synchronisation."""
-    ddp, model = candidate.ddp, candidate.model
-    instances = candidate.get("num_distributed_optimizer_instances", 1)
-    if instances > 1 and not ddp.use_distributed_optimizer:
-        raise AssertionError("Partial DistOpt cannot be used without DistOpt")
-    if model.calculate_per_token_loss and ddp.average_in_collective:
-        raise AssertionError("Cannot average in collective when calculating per-token loss!")
-    if ddp.overlap_param_gather and not ddp.use_distributed_optimizer:
-        raise AssertionError("overlap_param_gather without use_distributed_optimizer (bare assert)")
-
-
 STAGES: tuple[Callable[[Candidate], None], ...] = (
     transformer_config,
     layer_split,
@@ -500,5 +359,5 @@ STAGES: tuple[Callable[[Candidate], None], ...] = (
     sanity,
     model_parts,
     moe_parts,
-    runtime_modelled,
+    runtime_stage.runtime_modelled,
 )

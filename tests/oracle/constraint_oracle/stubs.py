@@ -24,7 +24,7 @@ NO_TE = "none"
 TE_PACKAGES = ("transformer_engine", "transformer_engine_torch")
 STUBBED_FOR_MCORE = (*TE_PACKAGES, "triton", "einops", "deep_ep")
 
-STUB_VERSION = {name: DEFAULT_TE_VERSION for name in TE_PACKAGES} | {"triton": "3.5.0"}
+STUB_VERSION = dict.fromkeys(TE_PACKAGES, DEFAULT_TE_VERSION) | {"triton": "3.5.0"}
 
 CAPABILITY = {"a100": (8, 0), "h100": (9, 0), "b200": (10, 0), "gb200": (10, 0)}
 DEVICE_NAME = {
@@ -167,9 +167,7 @@ def hollow(name: str, owners: dict[str, str]) -> None:
     """Registers the package ``name`` without running its ``__init__``."""
     parent, _, child = name.rpartition(".")
     package = _HollowPackage(name)
-    package.__path__ = [
-        f"{folder}/{child}" for folder in importlib.import_module(parent).__path__
-    ]
+    package.__path__ = [f"{folder}/{child}" for folder in importlib.import_module(parent).__path__]
     package.owners = owners
     sys.modules[name] = package
     setattr(importlib.import_module(parent), child, package)
