@@ -1,0 +1,263 @@
+"""Records what a program allocates while its tensors hold no data.
+
+Every tensor lives on PyTorch's `meta` device: it has a shape, a type and a storage with a size, and
+no bytes behind it. Operators compute shapes alone, so a training step of any size runs on any
+machine. `Recorder` watches the storages that operators create and writes down their birth and
+death as a `Trace`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from tuner.memory.trace import Trace
+from tuner.memory.values import KnownValues
+
+Handler = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Stands in for an operator: recorder, operator, positional and keyword arguments."""
+
+_META = torch.device("meta")
+
+_MIXED_DEVICES = ("same device", "is not on the expected device")
+"""Parts of the messages of operators that refuse host and device tensors together."""
+
+
+class _Life(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a live storage, with its block number and counted bytes."""
+
+    __slots__ = ("block", "key", "module", "size")
+    block: int
+    key: int
+    module: int
+    size: int
+
+
+class Recorder:
+    """Collects allocation events; `recording()` makes it see the operators that run.
+
+    `host_counts` makes tensors on the `cpu` device count as well: runs on a machine without GPU
+    keep everything there.
+    """
+
+    def __init__(
+        self, *, host_counts: bool, handlers: dict[Any, Handler], values: KnownValues
+    ) -> None:
+        self.host_counts = host_counts
+        self.handlers = handlers
+        self.values = values
+        self.module = 0
+        self.phase = 0
+        self.current_bytes = 0
+        self._module_names: dict[str, int] = {"": 0}
+        self._phase_names: dict[str, int] = {"": 0}
+        self._lives: dict[int, _Life] = {}
+        self._blocks = 0
+        self._block: list[int] = []
+        self._bytes: list[int] = []
+        self._module: list[int] = []
+        self._phase: list[int] = []
+        self._markers: list[tuple[int, str]] = []
+
+    def module_code(self, name: str) -> int:
+        """The code under which events of module `name` are filed."""
+        return self._module_names.setdefault(name, len(self._module_names))
+
+    def phase_code(self, name: str) -> int:
+        return self._phase_names.setdefault(name, len(self._phase_names))
+
+    @contextmanager
+    def in_phase(self, name: str) -> Iterator[None]:
+        """File events inside this context under the phase `name`."""
+        before, self.phase = self.phase, self.phase_code(name)
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    @contextmanager
+    def in_module(self, name: str) -> Iterator[None]:
+        """File allocations inside this context under the module `name`."""
+        before, self.module = self.module, self.module_code(name)
+        try:
+            yield
+        finally:
+            self.module = before
+
+    def mark(self, name: str) -> None:
+        """Set the marker `name` before the next event."""
+        self._markers.append((len(self._block), name))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """See every storage that operators create inside this context, resizes included."""
+        with _seeing_resizes(self), _RecordingMode(self):
+            yield
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Record the birth of the storage of `tensor` unless it is known already."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._lives or not (self.host_counts or tensor.is_meta):
+            return
+        life = _Life(storage, self._forget)
+        life.key = key
+        life.size = 0
+        self._lives[key] = life
+        self._allocate(life, storage.nbytes())
+
+    def block_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of the block that holds `tensor` now; None where it was never seen."""
+        life = self._lives.get(id(tensor.untyped_storage()))
+        return None if life is None or not life.size else life.block
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Record that `storage`, if known, has given back its block and taken one of its size."""
+        life = self._lives.get(id(storage))
+        if life is not None and life.size != storage.nbytes():
+            self._free(life)
+            self._allocate(life, storage.nbytes())
+
+    def move_to_host(self, tensor: torch.Tensor) -> None:
+        """Treat the storage of `tensor` as host memory from now on."""
+        life = self._lives.get(id(tensor.untyped_storage()))
+        if life is not None:
+            self._free(life)
+
+    def trace(
+        self, categorise: Callable[[Trace], tuple[Any, tuple[str, ...]]] | None = None
+    ) -> Trace:
+        """Everything recorded so far; `categorise` fills in the categories of the events."""
+        import numpy as np
+
+        events = len(self._block)
+        trace = Trace(
+            block=np.array(self._block, dtype=np.int64),
+            bytes=np.array(self._bytes, dtype=np.int64),
+            module=np.array(self._module, dtype=np.int32),
+            phase=np.array(self._phase, dtype=np.int32),
+            category=np.zeros(events, dtype=np.int32),
+            module_names=tuple(self._module_names),
+            phase_names=tuple(self._phase_names),
+            category_names=("",),
+            markers=tuple(self._markers),
+        )
+        if categorise is None:
+            return trace
+        from dataclasses import replace
+
+        category, names = categorise(trace)
+        return replace(trace, category=category, category_names=names)
+
+    def _allocate(self, life: _Life, size: int) -> None:
+        life.size = size
+        if not size:
+            return
+        life.block = self._blocks
+        life.module = self.module
+        self._blocks += 1
+        self._add(life, size)
+
+    def _free(self, life: _Life) -> None:
+        if life.size:
+            self._add(life, -life.size)
+            life.size = 0
+
+    def _add(self, life: _Life, size: int) -> None:
+        self.current_bytes += size
+        self._block.append(life.block)
+        self._bytes.append(size)
+        self._module.append(life.module)
+        self._phase.append(self.phase)
+
+    def _forget(self, life: Any) -> None:
+        self._free(life)
+        del self._lives[life.key]
+
+
+class _RecordingMode(TorchDispatchMode):
+    """Sends tensors to the meta device and shows the recorder each new one."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._handlers = recorder.handlers
+        self._allocates: dict[Any, bool] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = self._handlers.get(func)
+        if handler is not None:
+            result = handler(self._recorder, func, args, kwargs)
+        else:
+            device = kwargs.get("device")
+            if device is not None or "device" in kwargs:
+                kwargs = dict(kwargs, device=self._placed(device))
+            result = self._run(func, args, kwargs)
+            self._recorder.values.carry(func, args, kwargs, result)
+            allocates = self._allocates.get(func)
+            if allocates is None:
+                allocates = self._allocates[func] = _may_allocate(func)
+            if not allocates:
+                return result
+        if isinstance(result, torch.Tensor):
+            self._recorder.see(result)
+        elif isinstance(result, (list, tuple)):
+            for item in result:
+                if isinstance(item, torch.Tensor):
+                    self._recorder.see(item)
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if not any(part in str(error) for part in _MIXED_DEVICES):
+                raise
+        # Host tensors meet device tensors: let them all be on the device.
+        return func(*tree_map_only(torch.Tensor, _on_device, args), **kwargs)
+
+    def _placed(self, device: Any) -> torch.device:
+        """Where a tensor asked for on `device` lives."""
+        kind = "cpu" if device is None else torch.device(device).type
+        return torch.device("cpu") if kind == "cpu" and not self._recorder.host_counts else _META
+
+
+def _may_allocate(func: Any) -> bool:
+    """Whether a result of the operator may own new storage; views and in-place ones do not."""
+    if func is torch.ops.aten.lift_fresh.default:
+        return True  # `torch.tensor` makes its storage before any operator runs
+    return any(value.alias_info is None for value in func._schema.returns)
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta or tensor.dim() == 0 else torch.empty_like(tensor, device=_META)
+
+
+@contextmanager
+def _seeing_resizes(recorder: Recorder) -> Iterator[None]:
+    """Storages are emptied and refilled by `UntypedStorage.resize_`, which is no operator."""
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+        result = original(storage, size_bytes)
+        recorder.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]

@@ -1,0 +1,43 @@
+"""What a dry run is asked: one rank of one candidate, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+LOCAL = "local"
+TRANSFORMER_ENGINE = "transformer_engine"
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunRequest:
+    """One rank of one candidate.
+
+    `model` and `config` are flat mappings of Megatron-Core field names, as in `TrialSpec`. `layers`
+    says whose layers run: "transformer_engine" (a CUDA device, layers that keep what Transformer
+    Engine of version `te_version` keeps) or "local" (the layers that real runs on a CPU use, with
+    every tensor counted). `architecture` is that of the GPU. `batch_fields` are the tensors of a
+    micro-batch on the device, as a training script makes them.
+    """
+
+    model: Mapping[str, Any]
+    config: Mapping[str, Any]
+    world_size: int
+    seq_length: int
+    global_batch_size: int
+    rank: int
+    precision: str = "bf16"
+    layers: str = TRANSFORMER_ENGINE
+    te_version: str = "2.9.0"
+    architecture: str = "hopper"
+    steps: int = 2
+    max_microbatches: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DryRunRequest:
+        return cls(**data)
