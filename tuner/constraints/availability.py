@@ -22,9 +22,12 @@ def unavailable(
         similar = nearest(name, known)
         hint = f"; did you mean {similar}?" if similar else ""
         return f"unknown field {name!r}{hint}", None
-    if version not in field.default:
+    if version not in field.default and version not in field.also.get(frontend, ()):
         versions = ", ".join(field.default)
-        return f"Megatron-Core {version} has no field {name} (it is in {versions})", None
+        return (
+            f"Megatron-Core {version} has no field {name} (it is in {versions or 'Megatron Bridge only'})",
+            None,
+        )
     if field.only_mla and not config.get("multi_latent_attention"):
         return (
             f"{name} exists only with multi_latent_attention",

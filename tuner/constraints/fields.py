@@ -30,10 +30,13 @@ class Field:
     kind: str
     sections: tuple[str, ...]
     default: Mapping[str, object]
+    fallback: object
+    """What rules read in versions without the field."""
     optional: bool
     choices: tuple[object, ...] | None
     bounds: tuple[int, int] | None
-    mla_default: object
+    also: Mapping[str, tuple[str, ...]]
+    """Front ends that offer the field in versions where Megatron-Core's dataclasses lack it."""
 
     @property
     def only_mla(self) -> bool:
@@ -54,16 +57,18 @@ def _field(name: str, entry: Mapping[str, object]) -> Field:
     by_version = default.get("by_version") if isinstance(default, dict) else None
     choices, bounds = entry.get("choices"), entry.get("bounds")
     sections = entry["sections"]
-    assert isinstance(sections, list)
+    also = entry.get("also", {})
+    assert isinstance(sections, list) and isinstance(also, dict)
     return Field(
         name=name,
         kind=str(entry["kind"]),
         sections=tuple(sections),
         default=by_version or dict.fromkeys(versions, default),
+        fallback=next(iter(by_version.values())) if by_version else default,
         optional=bool(entry.get("optional", False)),
         choices=tuple(choices) if isinstance(choices, list) else None,
         bounds=(bounds[0], bounds[1]) if isinstance(bounds, list) else None,
-        mla_default=entry.get("mla_default"),
+        also={name: tuple(found) for name, found in also.items()},
     )
 
 

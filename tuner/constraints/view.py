@@ -76,8 +76,7 @@ def given_class(mcore: str, frontend: str) -> type[View]:
     load_rules()
     attributes: dict[str, object] = {}
     for name, field in catalogue().items():
-        fallback = next(iter(field.default.values()))
-        attributes[name] = field.default.get(mcore, fallback)
+        attributes[name] = field.default.get(mcore, field.fallback)
     for name in _CONDITIONAL_DEFAULTS:
         attributes[name] = None
     attributes.update(FRONTEND_DEFAULTS[frontend])

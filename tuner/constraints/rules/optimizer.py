@@ -143,8 +143,9 @@ def offloaded_optimizer_decouples_decay(c: Any) -> str | None:
 
 @derived
 def shards_parameters(c: Any) -> bool:
-    """Whether something gathers sharded parameters."""
-    return bool(c.use_distributed_optimizer or c.use_megatron_fsdp)
+    """Whether something gathers sharded parameters (Bridge 0.5 and later: FSDP turns it on)."""
+    turned_on = c.frontend == "bridge" and c.minor >= 18 and c.use_megatron_fsdp
+    return bool(c.use_distributed_optimizer or turned_on)
 
 
 @rule("C14", BUFFER, fix=[{"use_distributed_optimizer": True}, {"overlap_param_gather": False}])
