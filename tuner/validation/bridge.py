@@ -1,0 +1,191 @@
+"""Rows of Megatron Bridge's pages, cards and skills as launches.
+
+The recipe's settings that a row leaves out stand in `data/bridge_recipes.yaml`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from tuner.models import ModelSpecError, get_model
+from tuner.validation.launch import Launch, UnmodelledError
+
+_NEEDED = ("num_gpus", "seq_length", "mbs", "gbs", "tp", "pp", "precision")
+_ROW_FIELDS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "mbs": "micro_batch_size",
+    "sequence_parallel": "sequence_parallel",
+    "distributed_optimizer": "use_distributed_optimizer",
+    "recompute_granularity": "recompute_granularity",
+    "recompute_modules": "recompute_modules",
+    "recompute_method": "recompute_method",
+    "recompute_num_layers": "recompute_num_layers",
+    "cuda_graph_impl": "cuda_graph_impl",
+    "cuda_graph_scope": "cuda_graph_scope",
+    "pp_layout": "pipeline_model_parallel_layout",
+}
+_ARCH_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "gated_linear_unit",
+    "num_moe_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_layer_freq",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "share_embeddings_and_output_weights",
+    "add_bias_linear",
+)
+_FAMILY_DEFAULTS = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+_EXTRA_PREFIXES = ("mixed_precision.", "optimizer.", "ddp.", "model.", "comm_overlap.")
+_NOT_FIELDS = ("attention", "expert_dp", "grouped_gemm", "recipe", "mtp_num_layers", "nccl_ub")
+_ENVIRONMENT = re.compile(r"^[A-Z][A-Z0-9_]+$")
+
+
+def bridge_launch(row: Mapping[str, Any]) -> Launch:
+    """The launch of a Megatron Bridge row. Raises UnmodelledError where too little is published."""
+    missing = [name for name in _NEEDED if row.get(name) is None]
+    if missing:
+        raise UnmodelledError(f"not published: {', '.join(missing)}")
+    if row.get("task") == "lora":
+        raise UnmodelledError("LoRA adapters are not modelled")
+    facts = _facts()
+    recipe = _recipe(row)
+    config = dict(facts["defaults"])
+    config |= facts.get(str(row["precision"]), {})
+    config |= recipe.get("config", {})
+    config |= {field: row[name] for name, field in _ROW_FIELDS.items() if row.get(name) is not None}
+    if (row.get("vpp") or 1) > 1:
+        config["virtual_pipeline_model_parallel_size"] = row["vpp"]
+    extra, environment = _extra(row)
+    config |= extra
+    config |= _offload(row) | _dispatcher(row)
+    note = f"recipe settings of {recipe['source']}" if recipe else "recipe settings at defaults"
+    return Launch(
+        model=_model(row, recipe),
+        config=config,
+        world_size=row["num_gpus"],
+        seq_length=row["seq_length"],
+        global_batch_size=row["gbs"],
+        gpu=row["gpu"],
+        precision="bf16",
+        gpus_per_node=row.get("gpus_per_node") or 8,
+        link_domain_gpus=row.get("nvlink_domain"),
+        environment=environment,
+        assumptions=(note,),
+    )
+
+
+def _recipe(row: Mapping[str, Any]) -> dict[str, Any]:
+    name = str(row["model"]).lower().replace("_", "-").replace(" ", "-")
+    for recipe in _facts()["recipes"]:
+        if recipe["match"] in name:
+            return dict(recipe)
+    return {}
+
+
+def _model(row: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
+    arch = {name: value for name, value in row["arch"].items() if value is not None}
+    if arch.get("hybrid_pattern"):
+        raise UnmodelledError("hybrid layers are not described by a model spec")
+    model = _catalogue_model(recipe.get("catalogue") or str(row["model"]))
+    if not arch and not model:
+        raise UnmodelledError("the architecture is not published")
+    if not model:
+        model = dict(_FAMILY_DEFAULTS)
+        if "activation" in arch:
+            model["activation_func"] = arch["activation"]
+    model |= {name: arch[name] for name in _ARCH_FIELDS if name in arch}
+    if arch.get("mtp_layers"):
+        model["mtp_num_layers"] = arch["mtp_layers"]
+    if not model.get("multi_latent_attention"):
+        model.pop("multi_latent_attention", None)
+    return model
+
+
+def _catalogue_model(name: str) -> dict[str, Any]:
+    """The fields of a model of the catalogue; empty where it has no such name."""
+    try:
+        return get_model(name).to_flat()
+    except ModelSpecError:
+        return {}
+
+
+def _extra(row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Further settings of a row: Megatron-Core fields, and variables of the environment."""
+    fields: dict[str, Any] = {}
+    environment: dict[str, str] = {}
+    for name, value in {**(row.get("overlap") or {}), **(row.get("extra_config") or {})}.items():
+        for prefix in _EXTRA_PREFIXES:
+            name = name.removeprefix(prefix)
+        if value is None or name in _NOT_FIELDS:
+            continue
+        if _ENVIRONMENT.match(name):
+            environment[name] = str(value)
+        else:
+            fields[name] = value
+    if not fields.get("fp8"):
+        for name in ("fp8_recipe", "fp8_param_gather", "fp8_param", "fp4_recipe"):
+            fields.pop(name, None)
+    return fields, environment
+
+
+def _offload(row: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if row.get("cpu_offloading_num_layers"):
+        fields["cpu_offloading"] = True
+        fields["cpu_offloading_num_layers"] = row["cpu_offloading_num_layers"]
+    if row.get("fine_grained_offload_modules"):
+        fields["fine_grained_activation_offloading"] = True
+        fields["offload_modules"] = list(row["fine_grained_offload_modules"])
+    if row.get("optimizer_offload"):
+        fields["optimizer_cpu_offload"] = True
+        fields["optimizer_offload_fraction"] = row["optimizer_offload"]
+    fsdp = row.get("fsdp") or {}
+    if fsdp.get("use_megatron_fsdp"):
+        fields["use_megatron_fsdp"] = True
+        fields["data_parallel_sharding_strategy"] = fsdp.get("sharding_strategy")
+    return fields
+
+
+def _dispatcher(row: Mapping[str, Any]) -> dict[str, Any]:
+    published = row.get("dispatcher") or {}
+    fields = {}
+    if published.get("type"):
+        fields["moe_token_dispatcher_type"] = published["type"]
+    if published.get("flex_backend"):
+        fields["moe_flex_dispatcher_backend"] = published["flex_backend"]
+    return fields
+
+
+@cache
+def _facts() -> dict[str, Any]:
+    path = resources.files("tuner.validation") / "data" / "bridge_recipes.yaml"
+    facts: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return facts
