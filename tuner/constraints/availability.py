@@ -6,6 +6,15 @@ from collections.abc import Mapping
 
 from tuner.constraints.fields import Field, catalogue, nearest
 
+# Fields of Megatron-Core's configs that no command-line argument of Megatron-LM sets.
+NO_ARGUMENT = frozenset(
+    (
+        "activation_func_fp8_input_store",
+        "decoupled_weight_decay",
+        "moe_router_topk_limited_devices",
+    )
+)
+
 Unavailable = tuple[str, Mapping[str, object] | None]
 
 
@@ -28,6 +37,8 @@ def unavailable(
             f"Megatron-Core {version} has no field {name} (it is in {versions or 'Megatron Bridge only'})",
             None,
         )
+    if frontend == "megatron-lm" and name in NO_ARGUMENT:
+        return f"Megatron-LM {version} has no argument for {name}", None
     if field.only_mla and not config.get("multi_latent_attention"):
         return (
             f"{name} exists only with multi_latent_attention",

@@ -252,7 +252,12 @@ def full_iteration_names_no_modules(c: Any) -> str | None:
     return None
 
 
-@rule("G11", TC, fix=[{"enable_cuda_graph": False, "external_cuda_graph": False}])
+@rule(
+    "G11",
+    TC,
+    layer="given",
+    fix=[{"enable_cuda_graph": False, "external_cuda_graph": False}],
+)
 def old_switches_are_not_mixed(c: Any) -> str | None:
     """enable_cuda_graph or external_cuda_graph with cuda_graph_impl, or both."""
     if not (c.enable_cuda_graph or c.external_cuda_graph):

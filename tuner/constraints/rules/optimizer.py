@@ -156,6 +156,17 @@ def gather_overlap_needs_distributed_optimizer(c: Any) -> str | None:
     return None
 
 
+@rule("O24", BUILD, fix=[
+    {"fp8_param_gather": False, "fp8_param": False, "reuse_grad_buf_for_mxfp8_param_ag": False},
+    {"optimizer_cpu_offload": False},
+], frontends=("megatron-lm",))
+def offloaded_optimizer_excludes_scaled_fp8(c: Any) -> str | None:
+    """optimizer_cpu_offload with fp8_param_gather and a recipe other than delayed."""
+    if c.optimizer_cpu_offload and c.fp8_param_gather and c.fp8_recipe != "delayed":
+        return "the offloaded optimizer can hold fp8 parameters only with the delayed recipe"
+    return None
+
+
 @rule("C17", CONFIG, fix=[{"overlap_param_gather_with_optimizer_step": False}], since="0.19.2")
 def step_overlap_excludes_reused_buffer(c: Any) -> str | None:
     """overlap_param_gather_with_optimizer_step with reuse_grad_buf_for_mxfp8_param_ag."""

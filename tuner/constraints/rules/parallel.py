@@ -311,6 +311,15 @@ def optimizer_instances_divide_expert_data_ranks(c: Any) -> str | None:
     return None
 
 
+@rule("P27", GROUPS, fix={"num_distributed_optimizer_instances": 1}, since="0.19.2")
+def weight_shards_need_one_optimizer_instance(c: Any) -> str | None:
+    """More weight shards than tensor ranks with several optimizer instances."""
+    remat = c.weight_remat_size > 1 or c.expert_weight_remat_size > 1
+    if remat and c.num_distributed_optimizer_instances > 1:
+        return "weight shards beyond tensor parallelism work with one optimizer instance only"
+    return None
+
+
 @rule("P16", GROUPS, fix={"hierarchical_context_parallel_sizes": None})
 def hierarchical_context_sizes_multiply_up(c: Any) -> str | None:
     """hierarchical_context_parallel_sizes do not multiply to context_parallel_size."""
