@@ -65,6 +65,12 @@ class Rule:
 
 RULES: list[Rule] = []
 DERIVED: dict[str, Callable[[Any], Any]] = {}
+
+
+class ByVersion(dict[str, object]):
+    """A front end's default that depends on the Megatron-Core version it is paired with."""
+
+
 # Defaults of a front end that differ from those of Megatron-Core's own dataclasses.
 FRONTEND_DEFAULTS: dict[str, dict[str, object]] = {
     name: {} for name in ("mcore", "bridge", "megatron-lm")

@@ -17,6 +17,7 @@ from tuner.constraints.registry import (
     FRONTEND_DEFAULTS,
     HANDED_OVER,
     MCORE_VERSIONS,
+    ByVersion,
     load_rules,
 )
 
@@ -79,7 +80,8 @@ def given_class(mcore: str, frontend: str) -> type[View]:
         attributes[name] = field.default.get(mcore, field.fallback)
     for name in _CONDITIONAL_DEFAULTS:
         attributes[name] = None
-    attributes.update(FRONTEND_DEFAULTS[frontend])
+    for name, default in FRONTEND_DEFAULTS[frontend].items():
+        attributes[name] = default[mcore] if isinstance(default, ByVersion) else default
     attributes |= {
         "mcore": mcore,
         "minor": 16 + MCORE_VERSIONS.index(mcore),

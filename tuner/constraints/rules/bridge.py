@@ -6,7 +6,9 @@ from typing import Any
 
 from tuner.constraints.registry import (
     FRONTEND_DEFAULTS,
+    MCORE_VERSIONS,
     UNCHANGED,
+    ByVersion,
     derived,
     handed_over,
     rewrite,
@@ -28,6 +30,10 @@ FRONTEND_DEFAULTS["bridge"].update(
         "check_for_nan_in_loss": True,
         "cross_entropy_loss_fusion": True,
         "deallocate_pipeline_outputs": True,
+        # Bridge 0.3 looks for an Apex extension only, later versions accept Transformer Engine.
+        "gradient_accumulation_fusion": ByVersion(
+            {version: version != "0.16.1" for version in MCORE_VERSIONS}
+        ),
         "grad_reduce_in_fp32": True,
         "masked_softmax_fusion": True,
     }
@@ -323,12 +329,13 @@ def hierarchical_communication_needs_sizes(c: Any) -> str | None:
 def evaluation_batch_divides_over_data_ranks(c: Any) -> str | None:
     """The evaluation batch (by default the global batch) is no multiple of micro-batch x DP, even
     with decrease_batch_size_if_needed."""
-    if None in (c.global_batch_size, c.micro_batch_size, c.data_parallel_size):
+    ranks = c.bridge_data_parallel_size
+    if None in (c.global_batch_size, c.micro_batch_size, ranks):
         return None
-    if c.global_batch_size % (c.micro_batch_size * c.data_parallel_size):
+    if c.global_batch_size % (c.micro_batch_size * ranks):
         return (
             f"evaluation batch {c.global_batch_size} is no multiple of micro-batch "
-            f"{c.micro_batch_size} x {c.data_parallel_size} data-parallel ranks"
+            f"{c.micro_batch_size} x {ranks} data-parallel ranks"
         )
     return None
 

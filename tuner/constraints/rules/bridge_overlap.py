@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from tuner.constraints.registry import UNCHANGED, derived, handed_over, rewrite, rule
-from tuner.constraints.rules.bridge_precision import after_recipe
 
 SETUP = "bridge/training/comm_overlap.py: CommOverlapConfig.setup"
 _BRIDGE = ("bridge",)
@@ -44,12 +43,19 @@ def model_overlap(c: Any) -> dict[str, Any]:
 
 
 @derived
+def bridge_data_parallel_size(c: Any) -> int | None:
+    """Data-parallel size as Bridge computes it, weight shards not counted."""
+    size = c.tensor_model_parallel_size * c.pipeline_model_parallel_size * c.context_parallel_size
+    return None if c.world_size is None or c.world_size % size else int(c.world_size // size)
+
+
+@derived
 def optimizer_overlap(c: Any) -> dict[str, Any]:
     """DDP and optimizer fields comm_overlap overwrites; empty where it does not act."""
     wishes = c.overlap_wishes
     if wishes is None or not c.use_distributed_optimizer:
         return {}
-    many = (c.data_parallel_size or 1) > 1
+    many = (c.bridge_data_parallel_size or 1) > 1
     interleaved = (c.virtual_pipeline_model_parallel_size or 1) > 1
     values: dict[str, Any] = {
         "bucket_size": _BUCKET_BYTES if many else None,

@@ -285,9 +285,14 @@ def fine_offload_needs_te_layers(c: Any) -> str | None:
     return None
 
 
-@rule("C18", VALIDATE, since="0.19.2", frontends=_LM, layer="given", fix=[
-    {"cross_entropy_fusion_impl": "native"}
-])
+@rule(
+    "C18",
+    VALIDATE,
+    since="0.19.2",
+    frontends=_LM,
+    layer="given",
+    fix=[{"cross_entropy_fusion_impl": "native"}],
+)
 def te_loss_fusion_is_refused(c: Any) -> str | None:
     """cross_entropy_loss_fusion with Transformer Engine's implementation."""
     if c.cross_entropy_loss_fusion and c.cross_entropy_fusion_impl == "te":

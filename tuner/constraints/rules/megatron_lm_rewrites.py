@@ -250,9 +250,7 @@ def graphs_turn_random_tracker_on(c: Any) -> object:
     return True if "transformer_engine" in engines else UNCHANGED
 
 
-@rewrite(
-    "S11", "use_distributed_optimizer", VALIDATE, since="0.18.0", frontends=_LM, layer="given"
-)
+@rewrite("S11", "use_distributed_optimizer", VALIDATE, since="0.18.0", frontends=_LM, layer="given")
 def fsdp_turns_distributed_optimizer_on(c: Any) -> object:
     """Megatron FSDP turns it on."""
     return True if c.use_megatron_fsdp else UNCHANGED

@@ -156,10 +156,15 @@ def gather_overlap_needs_distributed_optimizer(c: Any) -> str | None:
     return None
 
 
-@rule("O24", BUILD, fix=[
-    {"fp8_param_gather": False, "fp8_param": False, "reuse_grad_buf_for_mxfp8_param_ag": False},
-    {"optimizer_cpu_offload": False},
-], frontends=("megatron-lm",))
+@rule(
+    "O24",
+    BUILD,
+    fix=[
+        {"fp8_param_gather": False, "fp8_param": False, "reuse_grad_buf_for_mxfp8_param_ag": False},
+        {"optimizer_cpu_offload": False},
+    ],
+    frontends=("megatron-lm",),
+)
 def offloaded_optimizer_excludes_scaled_fp8(c: Any) -> str | None:
     """optimizer_cpu_offload with fp8_param_gather and a recipe other than delayed."""
     if c.optimizer_cpu_offload and c.fp8_param_gather and c.fp8_recipe != "delayed":
