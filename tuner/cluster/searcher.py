@@ -6,6 +6,7 @@ and to the progress display. The trial budget counts launches only.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -89,7 +90,7 @@ class StudySearcher(Searcher):
         if error or not result or RESULT_KEY not in result:
             ended = TrialResult(Outcome.CRASHED, "the trial's Ray actor died (see the Ray logs)")
         else:
-            ended = TrialResult.from_json(result[RESULT_KEY])
+            ended = TrialResult.from_json(json.loads(result[RESULT_KEY]))
         self._study.tell(proposal.number, self._within_limit(proposal, ended))
         record = next(r for r in self._study.records() if r.number == proposal.number)
         self._on_end(record)
@@ -99,6 +100,10 @@ class StudySearcher(Searcher):
 
     def restore(self, checkpoint_path: str) -> None:
         """See `save`."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Empty: Tune pickles the searcher for its own way to resume, which studies do not use."""
+        return {}
 
     def _within_limit(self, proposal: Proposal, ended: TrialResult) -> TrialResult:
         """A completed run above the job's memory limit is out of memory, whatever the device."""

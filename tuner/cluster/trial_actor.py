@@ -7,6 +7,7 @@ never as an exception.
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Mapping
@@ -41,7 +42,8 @@ class TrialActor(tune.Trainable):
                 f"launch failed: {type(error).__name__}: {error}",
                 duration_s=time.monotonic() - started,
             )
-        return {RESULT_KEY: result.to_json(), "done": True}
+        # As text: Tune flattens nested results, and the searcher would get it in pieces.
+        return {RESULT_KEY: json.dumps(result.to_json()), "done": True}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Trials are not checkpointed: one that is cut short is run again."""
@@ -91,8 +93,7 @@ def run_on_node(
     spec = TrialSpec.from_json(config["spec"])
     if node_rank == 0:
         write_json_atomically(output_dir / "spec.json", spec.to_json())
-    run = trainables.get(config["trainable"])
-    return run(
+    return trainables.get(config["trainable"]).run_trial(
         spec,
         output_dir,
         node_rank=node_rank,

@@ -162,6 +162,7 @@ def _ray(prepared: PreparedJob, address: str | None) -> Iterator[None]:
     """A Ray session for the study; a local one ends with it, processes included."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
     import ray

@@ -31,7 +31,7 @@ def run_one(config: Path, folder: Path | None, *, as_json: bool) -> int:
     name = str(document.get("trainable", "megatron_core"))
     if name not in trainables.names():
         raise InputError(f"there is no trainable '{name}'", where=str(config), field="trainable")
-    result = trainables.get(name)(spec, folder)
+    result = trainables.get(name).run_trial(spec, folder)
     if as_json:
         print_json(result.to_json())
         return 0 if result.outcome is Outcome.COMPLETED else 1

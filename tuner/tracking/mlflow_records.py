@@ -219,6 +219,7 @@ def _quiet_mlflow() -> None:
     """Bound how long MLflow retries, and silence its migration log."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
