@@ -54,6 +54,7 @@ class Recorder:
         self.values = values
         self.module = 0
         self.phase = 0
+        self.paused = False
         self.current_bytes = 0
         self._module_names: dict[str, int] = {"": 0}
         self._phase_names: dict[str, int] = {"": 0}
@@ -102,6 +103,8 @@ class Recorder:
 
     def see(self, tensor: torch.Tensor) -> None:
         """Record the birth of the storage of `tensor` unless it is known already."""
+        if self.paused:
+            return
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._lives or not (self.host_counts or tensor.is_meta):

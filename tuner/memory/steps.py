@@ -18,19 +18,23 @@ def record_steps(request: DryRunRequest) -> Trace:
     """Build the model, run `request.steps` optimizer steps and return what was allocated."""
     from trainables.megatron_core.cpu_device import without_compilation
     from trainables.megatron_core.plan import build_plan
-    from tuner.memory import attribution, collectives, device
+    from tuner.memory import attribution, collectives, device, fusion, te
     from tuner.memory.recorder import Recorder
     from tuner.memory.values import KnownValues
 
     local = request.layers == LOCAL
     with ExitStack() as stack:
         stack.enter_context(collectives.collectives_finish_at_once())
-        with without_compilation():
-            plan = build_plan(_trial(request), use_transformer_engine=not local)
+        if not local:
+            stack.enter_context(te.installed(request.te_version, request.architecture))
+        # Megatron-Core compiles its functions as its modules are imported, now and during the run.
+        stack.enter_context(without_compilation() if local else fusion.fusing())
+        plan = build_plan(_trial(request), use_transformer_engine=not local)
         values = KnownValues(_routing_density(plan.transformer))
         recorder = Recorder(host_counts=local, handlers=device.handlers(), values=values)
         stack.enter_context(device.device_without_data(recorder, request.architecture))
         stack.enter_context(collectives.values_move_with(recorder))
+        stack.enter_context(fusion.kernels_recorded_by(recorder))
         stack.enter_context(collectives.lonely_rank(request.rank, request.world_size))
         watch = attribution.Attribution(recorder)
         stack.enter_context(_no_garbage_collection())

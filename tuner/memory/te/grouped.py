@@ -1,0 +1,126 @@
+"""GroupedLinear: one matrix product per expert (pytorch/module/grouped_linear.py).
+
+Kept for backward: the input of all experts together, in low precision a copy of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tuner.memory.te import quantize
+from tuner.memory.te.base import TransformerEngineBaseModule, new_parameter
+from tuner.memory.te.state import use_stream_workspaces, weight_gradient
+
+
+class _GroupedFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        layer: Any,
+        use_bias: bool,
+        cache_weights: bool,
+        grad_enabled: bool,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        count = layer.num_gemms
+        weights = parameters[:count]
+        low = quantize.state.enabled
+        kept, copies = [inputs], []
+        if low:
+            columns = grad_enabled and not layer.save_original_input
+            quantised = quantize.quantized(inputs, rows=True, columns=columns)
+            kept = [inputs] if layer.save_original_input else quantised[-1:]
+            for index, weight in enumerate(weights):
+                copies += layer.quantized_weight(
+                    f"weight{index}", weight, cache_weights, columns=grad_enabled
+                )
+        use_stream_workspaces()
+        output = inputs.new_empty(inputs.numel() // inputs.shape[-1], weights[0].shape[0])
+        if grad_enabled:
+            ctx.save_for_backward(*kept, *copies, *parameters)
+            ctx.layer, ctx.low, ctx.recipe = layer, low, quantize.state.recipe
+            ctx.input_shape, ctx.use_bias = inputs.shape, use_bias
+        return output.view(-1, *inputs.shape[1:-1], weights[0].shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        layer, count = ctx.layer, ctx.layer.num_gemms
+        parameters = ctx.saved_tensors[-len(list(layer.parameters())) :]
+        gradient: Any = gradients[0].contiguous()
+        if ctx.low:
+            saved, quantize.state.recipe = quantize.state.recipe, ctx.recipe
+            gradient = quantize.quantized(gradient, rows=True, columns=True)
+            quantize.state.recipe = saved
+        input_gradient = gradients[0].new_empty(ctx.input_shape)
+        weights = parameters[:count]
+        if layer.delay_wgrad_compute:
+            layer.keep_for_later(gradient, ctx.saved_tensors)
+            weight_grads: list[Any] = [None] * count
+        else:
+            weight_grads = [
+                weight_gradient(weight, layer.fuse_wgrad_accumulation, grouped=True)
+                for weight in weights
+            ]
+        biases = parameters[count:]
+        bias_grads = [torch.empty_like(bias) if ctx.use_bias else None for bias in biases]
+        return (input_gradient, None, None, None, None, *weight_grads, *bias_grads)
+
+
+class GroupedLinear(TransformerEngineBaseModule):
+    """`num_gemms` matrix products over consecutive rows of one input."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        fuse_wgrad_accumulation: bool = False,
+        tp_size: int = 1,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype = torch.float32,
+        parallel_mode: str | None = None,
+        delay_wgrad_compute: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.num_gemms = num_gemms
+        self.in_features, self.out_features = in_features, out_features
+        self.parallel_mode = parallel_mode
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.use_bias, self.return_bias = bias, return_bias
+        split = {"column": 0, "row": 1}.get(parallel_mode or "")
+        if parallel_mode == "column":
+            self.out_features //= tp_size
+        elif parallel_mode == "row":
+            self.in_features //= tp_size
+        for index in range(num_gemms):
+            weight = new_parameter(
+                (self.out_features, self.in_features), params_dtype, split_dim=split
+            )
+            self.register_parameter(f"weight{index}", weight)
+        for index in range(num_gemms if bias else 0):
+            self.register_parameter(
+                f"bias{index}", new_parameter((self.out_features,), params_dtype)
+            )
+
+    def forward(
+        self, inputs: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
+    ) -> Any:
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms * self.use_bias)]
+        applied = self.use_bias and not self.return_bias
+        output = _GroupedFunction.apply(
+            inputs,
+            self,
+            applied,
+            is_first_microbatch is not None,
+            torch.is_grad_enabled(),
+            *weights,
+            *biases,
+        )
+        return (output, biases) if self.return_bias else output

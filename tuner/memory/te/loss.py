@@ -1,0 +1,41 @@
+"""Cross-entropy over the vocabulary (pytorch/cross_entropy.py, triton/cross_entropy.py).
+
+The gradient overwrites the logits, in their type, during the forward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tuner.memory.te.base import group_size
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        label_smoothing: float = 0.0,
+        reduce_loss: bool = False,
+        group: Any = None,
+        *options: Any,
+    ) -> torch.Tensor:
+        rows = logits.numel() // logits.shape[-1]
+        loss = torch.zeros(rows, dtype=torch.float32, device="meta")
+        maxima = torch.zeros(rows * 3, dtype=torch.float32, device="meta")
+        ranks = group_size(group)
+        gathered = maxima.new_empty(rows * 3 * ranks) if ranks > 1 else maxima
+        del maxima, gathered
+        ctx.save_for_backward(logits.detach())
+        ctx.options = 5 + len(options) - 1
+        return loss.view(logits.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return (ctx.saved_tensors[0], *[None] * ctx.options)
+
+
+parallel_cross_entropy = _CrossEntropy.apply

@@ -1,0 +1,204 @@
+"""Permutation of tokens and routing in single kernels (pytorch/permutation.py, router.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class _Permute(torch.autograd.Function):
+    """Copies tokens, and probabilities where given, into the order of their experts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, routing_map: torch.Tensor, out_tokens: int, probs: Any
+    ) -> tuple[Any, ...]:
+        tokens, experts = routing_map.shape
+        row_ids = torch.empty((tokens, experts * 2 + 1), dtype=torch.int32, device="meta")
+        output = inputs.new_empty(out_tokens, inputs.shape[1])
+        permuted = None if probs is None else probs.new_empty(out_tokens)
+        ctx.save_for_backward(row_ids)
+        ctx.input_shape = inputs.shape
+        ctx.probs_shape = None if probs is None else probs.shape
+        return output, row_ids, permuted
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        gradient, _, probs_gradient = gradients
+        probs = None if ctx.probs_shape is None else probs_gradient.new_empty(ctx.probs_shape)
+        return gradient.new_empty(ctx.input_shape), None, None, probs
+
+
+class _Unpermute(torch.autograd.Function):
+    """Sums the copies of each token back; keeps its input only to weight by probabilities."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, row_ids: torch.Tensor, probs: Any, shape: Any
+    ) -> torch.Tensor:
+        output = inputs.new_empty(inputs.shape if shape is None else shape)
+        ctx.input_shape = inputs.shape
+        if probs is None:
+            ctx.save_for_backward(row_ids)
+        else:
+            ctx.save_for_backward(row_ids, inputs, probs)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        probs = torch.empty_like(saved[2]) if len(saved) == 3 else None
+        return gradients[0].new_empty(ctx.input_shape), None, probs, None
+
+
+class _SortChunks(torch.autograd.Function):
+    """Reorders whole runs of tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor, probs: Any
+    ) -> tuple[Any, ...]:
+        row_ids = torch.empty(inputs.shape[0], dtype=torch.int32, device="meta")
+        ctx.save_for_backward(row_ids)
+        return torch.empty_like(inputs), None if probs is None else torch.empty_like(probs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        gradient, probs = gradients
+        return (
+            torch.empty_like(gradient),
+            None,
+            None,
+            None if probs is None else torch.empty_like(probs),
+        )
+
+
+def moe_permute(
+    inp: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output, row_ids, _ = _Permute.apply(inp, routing_map, int(num_out_tokens), None)
+    return output, row_ids
+
+
+def moe_permute_with_probs(
+    inp: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    num_out_tokens: int = -1,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    output, row_ids, permuted = _Permute.apply(inp, routing_map, int(num_out_tokens), probs)
+    return output, permuted, row_ids
+
+
+def moe_unpermute(
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    merging_probs: torch.Tensor | None = None,
+    restore_shape: Any = None,
+    **options: Any,
+) -> torch.Tensor:
+    result: torch.Tensor = _Unpermute.apply(inp, row_id_map, merging_probs, restore_shape)
+    return result
+
+
+def moe_sort_chunks_by_index(
+    inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
+) -> torch.Tensor:
+    result: torch.Tensor = _SortChunks.apply(inp, split_sizes, sorted_index, None)[0]
+    return result
+
+
+def moe_sort_chunks_by_index_with_probs(
+    inp: torch.Tensor,
+    probs: torch.Tensor,
+    split_sizes: torch.Tensor,
+    sorted_index: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output, sorted_probs = _SortChunks.apply(inp, split_sizes, sorted_index, probs)
+    return output, sorted_probs
+
+
+class _TopK(torch.autograd.Function):
+    """Scores, selection and weights of the router in one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        probs = torch.empty_like(logits)
+        routing_map = torch.empty(logits.shape, dtype=torch.bool, device="meta")
+        ctx.save_for_backward(routing_map, torch.empty_like(logits))
+        return probs, routing_map
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(gradients[0])
+
+
+def fused_topk_with_score_function(
+    logits: torch.Tensor, *options: Any, **more: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    probs, routing_map = _TopK.apply(logits)
+    return probs, routing_map
+
+
+def fused_compute_score_for_moe_aux_loss(
+    logits: torch.Tensor, *options: Any, **more: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores, routing_map = _TopK.apply(logits)
+    return routing_map, scores
+
+
+class _AuxLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, probs: torch.Tensor) -> torch.Tensor:
+        ctx.shape = probs.shape
+        return probs.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].new_empty(ctx.shape)
+
+
+def fused_moe_aux_loss(probs: torch.Tensor, *options: Any, **more: Any) -> torch.Tensor:
+    result: torch.Tensor = _AuxLoss.apply(probs)
+    return result
+
+
+class Fp8Padding(torch.nn.Module):
+    """pytorch/module/fp8_padding.py: pads each expert's rows to the alignment of its GEMM."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        self.align_size = align_size or 16
+
+    def forward(self, inputs: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[int]]:
+        align = self.align_size
+        padded = [-(-rows // align) * align for rows in m_splits]
+        if padded == list(m_splits):
+            return inputs, padded
+        return _Resize.apply(inputs, sum(padded)), padded
+
+
+class Fp8Unpadding(torch.nn.Module):
+    """pytorch/module/fp8_unpadding.py: undoes `Fp8Padding`."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+
+    def forward(self, inputs: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
+        if sum(m_splits) == inputs.shape[0]:
+            return inputs
+        result: torch.Tensor = _Resize.apply(inputs, sum(m_splits))
+        return result
+
+
+class _Resize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, rows: int) -> torch.Tensor:
+        ctx.shape = inputs.shape
+        return inputs.new_empty(rows, *inputs.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0].new_empty(ctx.shape), None

@@ -1,0 +1,88 @@
+"""Tensors Transformer Engine keeps for the life of a process, and its version.
+
+pytorch/module/base.py: cuBLAS workspaces and one dummy weight gradient for each shape and type of
+weight. Megatron-Core's data parallelism gets its gradients from `main_grad`; autograd still wants
+a tensor, and the dummies are what it gets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+_GROUPED_CACHE_SINCE = (2, 11)
+"""GroupedLinear hands out cached dummies from here on; before, it allocated them anew."""
+
+_ONE_WORKSPACE_PER_STREAM = 4
+"""Streams of a grouped GEMM (`tex.get_num_cublas_streams`)."""
+
+
+@dataclass
+class ProcessState:
+    """State of one imitated process."""
+
+    version: tuple[int, ...] = (2, 9, 0)
+    hopper_or_later: bool = True
+    non_tn_fp8_gemm: bool = False
+    dummy_gradients: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    workspaces: list[torch.Tensor] = field(default_factory=list)
+    stream_workspaces: list[torch.Tensor] = field(default_factory=list)
+
+
+process = ProcessState()
+
+
+def reset(version: str, architecture: str) -> None:
+    """Forget what a former dry run kept and imitate `version` on a GPU of `architecture`."""
+    process.version = tuple(int(part) for part in version.split(".")[:3])
+    process.hopper_or_later = architecture != "ampere"
+    process.non_tn_fp8_gemm = architecture == "blackwell"
+    process.dummy_gradients.clear()
+    process.workspaces.clear()
+    process.stream_workspaces.clear()
+
+
+def use_workspace() -> torch.Tensor:
+    """The workspace of single GEMMs, made at its first use (`get_workspace`)."""
+    if not process.workspaces:
+        process.workspaces.append(_workspace())
+    return process.workspaces[0]
+
+
+def use_stream_workspaces() -> list[torch.Tensor]:
+    """The workspaces of grouped GEMMs (`get_multi_stream_cublas_workspace`)."""
+    while len(process.stream_workspaces) < _ONE_WORKSPACE_PER_STREAM:
+        process.stream_workspaces.append(_workspace())
+    return process.stream_workspaces
+
+
+def _workspace() -> torch.Tensor:
+    size = 32 * 1024 * 1024 + 1024 if process.hopper_or_later else 4_194_304
+    return torch.empty(size, dtype=torch.uint8, device="meta")
+
+
+def weight_gradient(
+    weight: torch.Tensor, fused: bool, *, grouped: bool = False
+) -> torch.Tensor | None:
+    """What a linear layer's backward returns for `weight` after its weight-gradient GEMM.
+
+    Without `fused` accumulation the GEMM wrote a new tensor. With it, the gradient went into
+    `main_grad`, and autograd gets a dummy where Megatron-Core's data parallelism asks for one.
+    """
+    if not fused:
+        return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    if grouped and process.version < _GROUPED_CACHE_SINCE:
+        return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+    return dummy_gradient(list(weight.shape), weight.dtype).detach()
+
+
+def dummy_gradient(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+    """`get_dummy_wgrad`: one cached tensor for each shape and type."""
+    key = (shape[0], shape[1], dtype)
+    if key not in process.dummy_gradients:
+        process.dummy_gradients[key] = torch.empty(shape, dtype=dtype, device="meta")
+    return process.dummy_gradients[key].detach()
