@@ -1,0 +1,128 @@
+"""The estimate document, from traces given in place of a dry run."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tuner.errors import InputError
+from tuner.estimate import EstimateRequest, breakdown, estimate, peak_ranks, with_workspaces
+from tuner.memory.trace import Trace, step_end, step_start
+
+MIB, GIB = 1 << 20, 1 << 30
+DOCUMENT = {
+    "model": "llama3-8b",
+    "world_size": 16,
+    "seq_length": 8192,
+    "global_batch_size": 128,
+    "gpu": "h100",
+    "config": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4},
+}
+
+
+def small_trace(peak: int = 40 * GIB) -> Trace:
+    """Weights stay, activations come and go within one step."""
+    events = [(0, 10 * GIB, 0), (1, peak - 10 * GIB, 1), (1, 10 * GIB - peak, 1)]
+    blocks, sizes, categories = (np.array(column) for column in zip(*events, strict=True))
+    names = np.zeros(len(events), dtype=np.int32)
+    return Trace(
+        block=blocks.astype(np.int64),
+        bytes=sizes.astype(np.int64),
+        module=names,
+        phase=names,
+        category=categories.astype(np.int32),
+        module_names=("",),
+        phase_names=("",),
+        category_names=("weights", "activations"),
+        markers=((1, step_start(1)), (3, step_end(1))),
+    )
+
+
+def estimated(peak: int = 40 * GIB, **changes) -> dict:
+    trace = small_trace(peak)
+    return estimate(DOCUMENT | changes, ranks=[0], trace_of=lambda request, rank: trace)
+
+
+def test_the_document_is_json_and_holds_the_agreed_fields():
+    document = json.loads(json.dumps(estimated()))
+    for name in ("fits", "peak_allocated_bytes", "peak_reserved_bytes", "ranks", "step_time_s"):
+        assert name in document
+    assert document["step_time_s"] is None
+    rank = document["ranks"][0]
+    assert {"rank", "stage", "allocated_bytes", "breakdown"} <= set(rank)
+
+
+def test_peak_static_and_breakdown_agree_with_the_trace():
+    rank = estimated()["ranks"][0]
+    workspaces = rank["breakdown"]["library workspaces"]
+    assert rank["allocated_bytes"] == pytest.approx(40 * GIB + workspaces, abs=4 * MIB)
+    assert rank["static_bytes"] == pytest.approx(10 * GIB + workspaces, abs=4 * MIB)
+    assert rank["breakdown"]["activations"] == 30 * GIB
+    assert rank["breakdown"]["weights"] == 10 * GIB
+
+
+@pytest.mark.parametrize(("peak", "fits"), [(70 * GIB, True), (79 * GIB, False)])
+def test_what_lies_outside_the_allocator_counts_against_the_device(peak, fits):
+    document = estimated(peak)
+    assert document["fits"] is fits
+    assert document["memory_fit"]["cause"] == (None if fits else "capacity")
+
+
+def test_the_timeline_keeps_the_peak():
+    line = estimated()["ranks"][0]["timeline"]
+    assert max(line["allocated_bytes"]) == estimated()["peak_allocated_bytes"]
+    assert len(line["event"]) == len(line["reserved_bytes"])
+    assert line["markers"][-1][1] == step_end(1)
+
+
+def test_workspaces_come_first_and_move_the_markers():
+    trace = with_workspaces(small_trace(), [100, 200])
+    assert trace.bytes[:2].tolist() == [100, 200]
+    assert len(set(trace.block[:2].tolist()) | {0, 1}) == 4
+    assert trace.marker(step_start(1)) == 3
+    assert breakdown(trace, 1) == {"library workspaces": 300}
+
+
+class TestRequest:
+    def test_architecture_and_run_shape_in_the_config_win(self):
+        config = {"num_layers": 4, "seq_length": 1024, "micro_batch_size": 2}
+        request = EstimateRequest.from_document(DOCUMENT | {"config": config})
+        assert request.model.num_layers == 4
+        assert request.seq_length == 1024
+        assert request.candidate.micro_batch_size == 2
+        assert request.candidate.extra == ()
+
+    @pytest.mark.parametrize(
+        ("changes", "field"),
+        [
+            ({"gpu": None}, "gpu"),
+            ({"gpu": "h1000x"}, "gpu"),
+            ({"world_size": 0}, "world_size"),
+            ({"seq_length": None}, "seq_length"),
+            ({"model": None}, "model"),
+            ({"model": "llama9"}, "llama9"),
+            ({"model": 3}, "model"),
+            ({"config": None}, "config"),
+            ({"precision": "int8"}, "precision"),
+        ],
+    )
+    def test_unusable_input_names_the_field(self, changes, field):
+        with pytest.raises(InputError, match=field):
+            EstimateRequest.from_document(DOCUMENT | changes)
+
+
+class TestPeakRanks:
+    def ranks(self, config: dict, **changes) -> list[int]:
+        return peak_ranks(EstimateRequest.from_document(DOCUMENT | changes | {"config": config}))
+
+    def test_without_pipeline_the_last_rank_stands_for_all(self):
+        assert self.ranks({}) == [15]
+
+    def test_first_second_and_last_stage_of_an_even_pipeline(self):
+        assert self.ranks({"pipeline_model_parallel_size": 4}) == [0, 4, 15]
+
+    def test_every_stage_of_an_uneven_pipeline(self):
+        config = {"pipeline_model_parallel_size": 4, "num_layers": 30}
+        assert self.ranks(config) == [0, 4, 8, 15]

@@ -1,0 +1,311 @@
+"""`tuner estimate`: what a candidate needs, as one document.
+
+Memory comes from a dry run of chosen ranks, replayed through PyTorch's allocator under the memory
+of the GPU. Step time is not estimated here: its fields stand at null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tuner.candidate import Candidate
+from tuner.errors import InputError
+from tuner.hardware import Gpu, get_gpu
+from tuner.memory.allocator_replay import AllocatorReplay, Fit, explain_fit
+from tuner.memory.allocator_settings import AllocatorSettings
+from tuner.memory.fixed_costs import FixedCosts, fixed_costs
+from tuner.models import MODEL_FIELDS, ModelSpec, ModelSpecError, get_model
+
+if TYPE_CHECKING:
+    from tuner.memory.trace import Trace
+
+_RUN_FIELDS = ("world_size", "seq_length", "global_batch_size", "gpu", "gpus_per_node", "precision")
+_PRECISIONS = ("bf16", "fp16", "fp32")
+_TIMELINE_POINTS = 400
+_WORKSPACES = "library workspaces"
+
+TraceOf = Callable[["EstimateRequest", int], "Trace"]
+"""Gives the trace of a rank: the dry run, or a stand-in that has it already."""
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateRequest:
+    """What `tuner estimate` is asked: a model, a candidate, and the shape of the run."""
+
+    model: ModelSpec
+    candidate: Candidate
+    world_size: int
+    seq_length: int
+    global_batch_size: int
+    gpu: Gpu
+    gpus_per_node: int
+    precision: str = "bf16"
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> EstimateRequest:
+        """Read the input document; architecture fields and run shape in `config` win.
+
+        Raises InputError naming the field that is missing, unknown or of the wrong kind.
+        """
+        config = document.get("config")
+        if not isinstance(config, Mapping):
+            raise InputError("must be a mapping of Megatron-Core fields", field="config")
+        config = dict(config)
+        run = {name: document[name] for name in _RUN_FIELDS if document.get(name) is not None}
+        run |= {name: config.pop(name) for name in _RUN_FIELDS if config.get(name) is not None}
+        architecture = {name: config.pop(name) for name in MODEL_FIELDS if name in config}
+        gpu = get_gpu(_required(run, "gpu", "name one, e.g. h100"))
+        candidate = Candidate.from_flat(config)
+        return cls(
+            model=_model(document.get("model"), architecture),
+            candidate=candidate,
+            world_size=_size(run, "world_size"),
+            seq_length=_size(run, "seq_length"),
+            global_batch_size=_size(run, "global_batch_size"),
+            gpu=gpu,
+            gpus_per_node=int(run.get("gpus_per_node") or gpu.gpus_per_node),
+            precision=_precision(run.get("precision", "bf16")),
+        )
+
+
+def estimate(
+    document: Mapping[str, Any],
+    *,
+    ranks: Sequence[int] | None = None,
+    trace_of: TraceOf | None = None,
+) -> dict[str, Any]:
+    """The document `tuner estimate --method dryrun` prints for one input document.
+
+    `ranks` limits the dry run to these global ranks; by default the ranks that can hold the peak
+    (`peak_ranks`). Raises InputError for unusable input.
+    """
+    request = EstimateRequest.from_document(document)
+    chosen = list(ranks) if ranks is not None else peak_ranks(request)
+    source = trace_of or dry_run_trace
+    found = [estimate_rank(request, rank, source(request, rank)) for rank in chosen]
+    worst = max(found, key=lambda rank: rank.replay.peak_reserved_bytes)
+    return {
+        "fits": all(rank.fit.fits for rank in found),
+        "peak_allocated_bytes": max(rank.replay.peak_allocated_bytes for rank in found),
+        "peak_reserved_bytes": worst.replay.peak_reserved_bytes,
+        "ranks": [rank.to_json() for rank in found],
+        "step_time_s": None,
+        "tokens_per_s_per_gpu": None,
+        "tflops_per_gpu": None,
+        "mfu": None,
+        "time_breakdown": {},
+        "memory_fit": worst.fit.to_json(),
+        "fixed_costs": worst.fixed.to_json(),
+        "assumptions": _assumptions(request),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class RankEstimate:
+    """One rank: its allocations replayed without a limit, and under the device's memory."""
+
+    rank: int
+    stage: int
+    trace: Trace
+    replay: AllocatorReplay
+    fit: Fit
+    fixed: FixedCosts
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "stage": self.stage,
+            "allocated_bytes": self.replay.peak_allocated_bytes,
+            "reserved_bytes": self.replay.peak_reserved_bytes,
+            "static_bytes": static_bytes(self.trace, self.replay),
+            "fragmentation": self.replay.fragmentation,
+            "breakdown": breakdown(self.trace, peak_event(self.replay)),
+            "timeline": timeline(self.trace, self.replay),
+        }
+
+
+def estimate_rank(request: EstimateRequest, rank: int, trace: Trace) -> RankEstimate:
+    """Replay the trace of one rank, with the workspaces that libraries take first."""
+    from tuner.memory.allocator_replay import replay
+
+    model, candidate = request.model, request.candidate
+    tokens = request.seq_length * candidate.micro_batch_size // candidate.context_parallel_size
+    fixed = fixed_costs(
+        candidate,
+        gpu=request.gpu,
+        world_size=request.world_size,
+        moe=model.num_moe_experts is not None,
+        hidden_bytes=2 * tokens * model.hidden_size,
+        transformer_engine=dict(candidate.extra).get("transformer_impl") != "local",
+    )
+    settings = AllocatorSettings.from_environment(dict(candidate.env))
+    full = with_workspaces(trace, [item.bytes for item in fixed.items if item.inside])
+    capacity = request.gpu.usable_memory_bytes - fixed.outside_bytes
+    return RankEstimate(
+        rank=rank,
+        stage=rank // (request.world_size // candidate.pipeline_model_parallel_size),
+        trace=full,
+        replay=replay(full, settings),
+        fit=explain_fit(full, capacity_bytes=capacity, settings=settings),
+        fixed=fixed,
+    )
+
+
+def peak_ranks(request: EstimateRequest) -> list[int]:
+    """One rank of each pipeline stage that can hold the peak, and the last rank of all.
+
+    Stages between the second and the last hold fewer micro-batches than the second and the same
+    layers, so they are left out where every stage has as many layers.
+    """
+    stages = request.candidate.pipeline_model_parallel_size
+    per_stage = max(1, request.world_size // stages)
+    uneven = any(name in _UNEVEN for name, value in request.candidate.extra if value)
+    even = (
+        not uneven and request.model.num_layers % stages == 0 and not request.model.num_moe_experts
+    )
+    chosen = {0, 1, stages - 1} if even else set(range(stages))
+    firsts = [stage * per_stage for stage in sorted(chosen) if 0 <= stage < stages - 1]
+    return [*firsts, request.world_size - 1]
+
+
+_UNEVEN = (
+    "pipeline_model_parallel_layout",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+def dry_run_trace(request: EstimateRequest, rank: int) -> Trace:
+    """The trace of a dry run of real Megatron-Core."""
+    from tuner.memory import dry_run
+
+    return dry_run(
+        request.model,
+        request.candidate,
+        world_size=request.world_size,
+        seq_length=request.seq_length,
+        global_batch_size=request.global_batch_size,
+        precision=request.precision,
+        rank=rank,
+    ).trace
+
+
+def with_workspaces(trace: Trace, sizes: Sequence[int]) -> Trace:
+    """The trace with blocks of these sizes allocated first and never freed."""
+    import numpy as np
+
+    if not sizes:
+        return trace
+    count = len(sizes)
+    first = int(trace.block.max()) + 1 if len(trace) else 0
+
+    def before(values: Any, of: Any) -> Any:
+        return np.concatenate([np.asarray(values, dtype=of.dtype), of])
+
+    return replace(
+        trace,
+        block=before(range(first, first + count), trace.block),
+        bytes=before(sizes, trace.bytes),
+        module=before([len(trace.module_names)] * count, trace.module),
+        phase=before([len(trace.phase_names)] * count, trace.phase),
+        category=before([len(trace.category_names)] * count, trace.category),
+        module_names=(*trace.module_names, _WORKSPACES),
+        phase_names=(*trace.phase_names, "start"),
+        category_names=(*trace.category_names, _WORKSPACES),
+        markers=tuple((event + count, name) for event, name in trace.markers),
+    )
+
+
+def peak_event(run: AllocatorReplay) -> int:
+    """The event after which most bytes were allocated; the first of several."""
+    return int(run.allocated_bytes.argmax()) if len(run.allocated_bytes) else 0
+
+
+def breakdown(trace: Trace, event: int) -> dict[str, int]:
+    """Bytes alive after `event` by what they hold, largest first."""
+    import numpy as np
+
+    alive = trace.alive_at(event)
+    totals = np.bincount(
+        trace.category[alive], weights=trace.bytes[alive], minlength=len(trace.category_names)
+    )
+    named = {
+        name: int(size) for name, size in zip(trace.category_names, totals, strict=True) if size
+    }
+    return dict(sorted(named.items(), key=lambda entry: -entry[1]))
+
+
+def static_bytes(trace: Trace, run: AllocatorReplay) -> int | None:
+    """Bytes that stay allocated after the last optimizer step of the trace."""
+    ends = [event for event, name in trace.markers if name.endswith("end")]
+    if not ends or not 0 < ends[-1] <= len(run.allocated_bytes):
+        return None
+    return int(run.allocated_bytes[ends[-1] - 1])
+
+
+def timeline(trace: Trace, run: AllocatorReplay, points: int = _TIMELINE_POINTS) -> dict[str, Any]:
+    """Allocated and reserved bytes over the events: the highest value of each stretch."""
+    import numpy as np
+
+    count = len(run.allocated_bytes)
+    edges = np.unique(np.linspace(0, count, num=min(points, count) + 1).astype(int))
+    starts = edges[:-1]
+    if not len(starts):
+        return {"event": [], "allocated_bytes": [], "reserved_bytes": [], "markers": []}
+    return {
+        "event": starts.tolist(),
+        "allocated_bytes": np.maximum.reduceat(run.allocated_bytes, starts).tolist(),
+        "reserved_bytes": np.maximum.reduceat(run.reserved_bytes, starts).tolist(),
+        "markers": [[int(event), name] for event, name in trace.markers],
+    }
+
+
+def _assumptions(request: EstimateRequest) -> dict[str, Any]:
+    """Versions and figures the estimate rests on."""
+    from importlib.metadata import version
+
+    return {
+        "megatron_core": version("megatron-core"),
+        "gpu": request.gpu.name,
+        "usable_memory_bytes": request.gpu.usable_memory_bytes,
+    }
+
+
+def _model(model: object, architecture: Mapping[str, Any]) -> ModelSpec:
+    """The model by name or fields, with the architecture fields of the config over it."""
+    if model is not None and not isinstance(model, (str, Mapping)):
+        raise InputError(f"{model!r} must be a name or a mapping of fields", field="model")
+    if model is None and not architecture:
+        raise InputError("is missing", field="model", fix="name a model or give its fields")
+    try:
+        if model is None:
+            return ModelSpec.from_flat(architecture)
+        spec = get_model(model)
+        if not architecture:
+            return spec
+        return ModelSpec.from_flat(spec.to_flat() | dict(architecture), name=spec.name)
+    except ModelSpecError as error:
+        raise InputError(str(error)) from error
+
+
+def _required(run: Mapping[str, Any], name: str, fix: str) -> Any:
+    if run.get(name) is None:
+        raise InputError("is missing", field=name, fix=fix)
+    return run[name]
+
+
+def _size(run: Mapping[str, Any], name: str) -> int:
+    value = _required(run, name, "set it to a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{value!r} must be a positive integer", field=name)
+    return value
+
+
+def _precision(value: object) -> str:
+    if value not in _PRECISIONS:
+        raise InputError(f"{value!r} must be one of {', '.join(_PRECISIONS)}", field="precision")
+    return str(value)
