@@ -59,7 +59,7 @@ class _Event:
 
 
 @contextmanager
-def _replaced(owner: object, **attributes: object) -> Iterator[None]:
+def replaced(owner: object, **attributes: object) -> Iterator[None]:
     """Set attributes of `owner`, and put back or delete them afterwards."""
     own = vars(owner)
     before = {name: own[name] for name in attributes if name in own}
@@ -75,6 +75,9 @@ def _replaced(owner: object, **attributes: object) -> Iterator[None]:
                 delattr(owner, name)
 
 
+_replaced = replaced
+
+
 @contextmanager
 def without_compilation() -> Iterator[None]:
     """For importing Megatron-Core: megatron/core/jit.py `jit_fuser` is `torch.compile`.
@@ -87,7 +90,7 @@ def without_compilation() -> Iterator[None]:
     def plain(function: Any = None, **options: object) -> Any:
         return function if function is not None else plain
 
-    with _replaced(torch, compile=plain):
+    with replaced(torch, compile=plain):
         yield
 
 
@@ -96,7 +99,7 @@ def current_device_is_cpu() -> Iterator[None]:
     """tensor_parallel/layers.py and most modules allocate on `torch.cuda.current_device()`."""
     import torch
 
-    with _replaced(torch.cuda, current_device=lambda: torch.device("cpu")):
+    with replaced(torch.cuda, current_device=lambda: torch.device("cpu")):
         yield
 
 
@@ -105,7 +108,7 @@ def streams_do_nothing() -> Iterator[None]:
     """pipeline_parallel/p2p_communication.py synchronises; MoE dispatchers make streams."""
     import torch
 
-    with _replaced(
+    with replaced(
         torch.cuda,
         Stream=_Stream,
         Event=_Event,
@@ -136,7 +139,7 @@ def cuda_factories_make_cpu_tensors() -> Iterator[None]:
         return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
     names = ("tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "empty_like")
-    with _replaced(torch, **{name: on_cpu(getattr(torch, name)) for name in names}):
+    with replaced(torch, **{name: on_cpu(getattr(torch, name)) for name in names}):
         yield
 
 
@@ -148,7 +151,7 @@ def moving_to_cuda_stays() -> Iterator[None]:
     def stay(self: Any, *args: object, **kwargs: object) -> Any:
         return self
 
-    with _replaced(torch.Tensor, cuda=stay), _replaced(torch.nn.Module, cuda=stay):
+    with replaced(torch.Tensor, cuda=stay), replaced(torch.nn.Module, cuda=stay):
         yield
 
 
@@ -165,7 +168,7 @@ def types_are_named_cuda() -> Iterator[None]:
             return result.replace("torch.", "torch.cuda.", 1)
         return result
 
-    with _replaced(torch.Tensor, type=type_name):
+    with replaced(torch.Tensor, type=type_name):
         yield
 
 
@@ -192,8 +195,8 @@ def cuda_random_states_are_the_cpus() -> Iterator[None]:
     logger.addFilter(is_not_about_the_cpu_state)
     try:
         with (
-            _replaced(random, _get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state),
-            _replaced(torch.cuda, get_rng_state=get_state, manual_seed=torch.manual_seed),
+            replaced(random, _get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state),
+            replaced(torch.cuda, get_rng_state=get_state, manual_seed=torch.manual_seed),
         ):
             yield
     finally:
@@ -217,7 +220,7 @@ def quantization_is_off() -> Iterator[None]:
     def nothing(*args: object, **kwargs: object) -> nullcontext[None]:
         return nullcontext()
 
-    with _replaced(
+    with replaced(
         random,
         FP8GlobalStateManager=NoFp8,
         activation_recompute_forward=nothing,
@@ -243,10 +246,10 @@ def transformer_engine_names_are_types() -> Iterator[None]:
         pass
 
     with (
-        _replaced(transformer_engine, TELinear=NotInstalled),
+        replaced(transformer_engine, TELinear=NotInstalled),
         # The class that MLASelfAttention builds in `duplicated` mode.
-        _replaced(multi_latent_attention, TELinear=DuplicatedLinear, HAVE_TE=False),
-        _replaced(moe_utils, te_general_gemm=None),
+        replaced(multi_latent_attention, TELinear=DuplicatedLinear, HAVE_TE=False),
+        replaced(moe_utils, te_general_gemm=None),
     ):
         yield
 
@@ -259,7 +262,47 @@ def expert_splits_become_arrays() -> Iterator[None]:
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
 
-    with _replaced(token_dispatcher, maybe_move_tensor_to_cpu=move):
+    with replaced(token_dispatcher, maybe_move_tensor_to_cpu=move):
+        yield
+
+
+@contextmanager
+def uneven_collectives_work() -> Iterator[None]:
+    """tensor_parallel/mappings.py gathers and reduce-scatters lists of unequal parts.
+
+    Expert tensor parallelism does so with the tokens of local experts. NCCL turns such a call
+    into broadcasts and reductions, Gloo refuses it.
+    """
+    from torch import distributed
+
+    original_gather, original_scatter = distributed.all_gather, distributed.reduce_scatter
+
+    def is_even(parts: Sequence[Any]) -> bool:
+        return len({part.shape for part in parts}) == 1
+
+    def all_gather(parts: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        if is_even(parts) or async_op:
+            return original_gather(parts, tensor, group, async_op)
+        for rank, part in enumerate(parts):
+            if rank == distributed.get_rank(group):
+                part.copy_(tensor)
+            distributed.broadcast(part, group=group, group_src=rank)
+        return None
+
+    def reduce_scatter(
+        output: Any, parts: Any, op: Any = None, group: Any = None, async_op: bool = False
+    ) -> Any:
+        op = distributed.ReduceOp.SUM if op is None else op
+        if is_even(parts) or async_op:
+            return original_scatter(output, parts, op, group, async_op)
+        for rank, part in enumerate(parts):
+            reduced = part.clone()
+            distributed.reduce(reduced, op=op, group=group, group_dst=rank)
+            if rank == distributed.get_rank(group):
+                output.copy_(reduced)
+        return None
+
+    with replaced(distributed, all_gather=all_gather, reduce_scatter=reduce_scatter):
         yield
 
 
@@ -273,6 +316,7 @@ PATCHES: tuple[Callable[[], Any], ...] = (
     quantization_is_off,
     transformer_engine_names_are_types,
     expert_splits_become_arrays,
+    uneven_collectives_work,
 )
 """Patches of `cpu_device`, in the order they are applied."""
 

@@ -43,19 +43,22 @@ def microbatches(
     stream: int,
     device: torch.device,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The micro-batches of one data-parallel rank for one step, whole sequences.
+    """The micro-batches of one data-parallel rank for one step.
 
-    Each has `tokens`, `labels` and `position_ids`, int64 `[micro_batch_size, seq_length]`.
+    Each has `tokens`, `labels` and `position_ids`, int64 `[micro_batch_size, seq_length]`; under
+    context parallelism only this rank's part of the sequences.
     """
     import torch
+    from megatron.core.utils import get_batch_on_this_cp_rank
 
     size = layout.micro_batch_size
     positions = torch.arange(seq_length, device=device)
     for microbatch in range(layout.num_microbatches):
         first = (microbatch * layout.data_parallel_size + data_parallel_rank) * size
         tokens = batch_tokens(first, size, seq_length, vocab_size, stream).to(device)
-        yield {
+        batch = {
             "tokens": tokens[:, :-1].contiguous(),
             "labels": tokens[:, 1:].contiguous(),
             "position_ids": positions.expand(size, seq_length),
         }
+        yield get_batch_on_this_cp_rank(batch)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 from trainables.errors import TrialSpecError
+
+if TYPE_CHECKING:
+    from trainables.megatron_core.model import TrainingState
+    from trainables.megatron_core.plan import BuildPlan
 
 FULL_ITERATION = "full_iteration"
 
@@ -60,3 +64,63 @@ def steps_until_captured(transformer: Mapping[str, Any]) -> int:
     if transformer.get("cuda_graph_impl", "none") == "none":
         return 0
     return int(transformer.get("cuda_graph_warmup_steps", 3)) + 2
+
+
+def captures_full_iteration(config: Any) -> bool:
+    """Whether a `TransformerConfig` asks for one graph of the whole iteration."""
+    scope = getattr(config, "cuda_graph_scope", None) or []
+    names = {getattr(part, "name", part) for part in scope}
+    return config.cuda_graph_impl == FULL_ITERATION or FULL_ITERATION in names
+
+
+def graphed_schedule(schedule: Callable[..., Any], config: Any) -> Callable[..., Any]:
+    """`schedule`, replayed from one graph after its warm-up if `config` asks for that."""
+    if not captures_full_iteration(config):
+        return schedule
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+    wrapped: Callable[..., Any] = FullCudaGraphWrapper(
+        schedule, cuda_graph_warmup_steps=config.cuda_graph_warmup_steps
+    )
+    return wrapped
+
+
+class LayerGraphs:
+    """Per-layer graphs of Transformer Engine, captured between two steps.
+
+    Megatron-Core's `local` graphs need no help: the schedules capture them. This follows the
+    training loop of Megatron-LM (megatron/training/training.py, `train`).
+    """
+
+    def __init__(self, plan: BuildPlan, state: TrainingState) -> None:
+        self._helper: Any = None
+        self._chunks: list[Any] = state.chunks
+        self._warmup_steps: int = state.config.cuda_graph_warmup_steps
+        ddp_config: Any = self._chunks[0].ddp_config
+        self._gathers_in_hooks = (
+            ddp_config.use_distributed_optimizer and ddp_config.overlap_param_gather
+        )
+        if state.config.cuda_graph_impl == "transformer_engine":
+            from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+            self._helper = TECudaGraphHelper(
+                model=self._chunks,
+                config=state.config,
+                seq_length=plan.seq_length,
+                micro_batch_size=plan.layout.micro_batch_size,
+                optimizers=[state.optimizer],
+            )
+
+    def before_step(self, steps_done: int) -> None:
+        """Capture once the warm-up steps are done. Call before every step."""
+        if self._helper is None or steps_done != self._warmup_steps:
+            return
+        # Parameter all-gathers hook into forward; they must not be captured.
+        if self._gathers_in_hooks and steps_done > 0:
+            for chunk in self._chunks:
+                chunk.disable_forward_pre_hook(param_sync=False)
+        self._helper.create_cudagraphs()
+        if self._gathers_in_hooks and steps_done > 0:
+            for chunk in self._chunks:
+                chunk.enable_forward_pre_hook()
+            self._helper.cuda_graph_set_manual_hooks()

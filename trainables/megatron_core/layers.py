@@ -140,7 +140,12 @@ class FusedAttention(torch.nn.Module):
             config.window_size, config.window_attn_skip_freq, layer_number
         )
         self.window = config.window_size[0] if windowed else -1
-        heads = config.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
+        ranks = (
+            parallel_state.get_tensor_model_parallel_world_size()
+            if pg_collection is None
+            else pg_collection.tp.size()
+        )
+        heads = config.num_attention_heads // ranks
         self.softmax_offset: Tensor | None = None
         if config.softmax_type == "learnable":
             self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))

@@ -39,7 +39,7 @@ def trial_result(
     """Combine all ranks' reports; collective, with the same result on every rank."""
     import torch
 
-    losses = _global_losses(spec, plan, loss_shares)
+    losses = global_losses(spec, plan, loss_shares)
     reports: list[RankReport] = [report] * spec.world_size
     torch.distributed.all_gather_object(reports, report)
     for step, loss in enumerate(losses):
@@ -114,7 +114,7 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def _global_losses(spec: TrialSpec, plan: BuildPlan, shares: Sequence[torch.Tensor]) -> list[float]:
+def global_losses(spec: TrialSpec, plan: BuildPlan, shares: Sequence[torch.Tensor]) -> list[float]:
     """Mean loss per token of each step's global batch, from every rank's share."""
     import torch
 

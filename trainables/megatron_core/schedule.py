@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainables.megatron_core.data import microbatches
+from trainables.megatron_core.graphs import LayerGraphs, graphed_schedule
 from trainables.megatron_core.hashing import stream_id
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ class TrainingStep:
 
         self._plan = plan
         self._state = state
-        self._forward_backward = get_forward_backward_func()
+        self._forward_backward = graphed_schedule(get_forward_backward_func(), state.config)
+        self._layer_graphs = LayerGraphs(plan, state)
+        self._steps_done = 0
 
     def __call__(self, index: int) -> torch.Tensor:
         """Run step `index` (it selects the data) and return this rank's share of its loss.
@@ -35,6 +38,8 @@ class TrainingStep:
         import torch
 
         state = self._state
+        self._layer_graphs.before_step(self._steps_done)
+        self._steps_done += 1
         for chunk in state.chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         state.optimizer.zero_grad()
@@ -48,6 +53,7 @@ class TrainingStep:
             forward_only=False,
         )
         state.optimizer.step()
+        # A graph's outputs are overwritten by the next replay; the sum is a tensor of its own.
         if not outputs:
             return torch.zeros((), dtype=torch.float64)
         return torch.stack([output["loss_sum"] for output in outputs]).double().sum()
@@ -80,11 +86,9 @@ def forward_step(data: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> 
 
     Returns the chunk's output and the function that makes a loss of it.
     """
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
     if data is None:
         return model(None, None, None, labels=None), token_loss
-    batch = get_batch_on_this_cp_rank(next(data))
+    batch = next(data)
     labels = batch["labels"] if unwrapped(model).post_process else None
     return model(batch["tokens"], batch["position_ids"], None, labels=labels), token_loss
 
@@ -94,7 +98,8 @@ def token_loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[s
     import torch
 
     total = losses.float().sum()
-    tokens = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
+    # A fill, unlike a copy from the host, may be captured in a CUDA graph.
+    tokens = torch.full((), losses.numel(), dtype=torch.int, device=losses.device)
     return total, tokens, {"loss_sum": total.detach().clone()}
 
 
