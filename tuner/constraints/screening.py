@@ -27,7 +27,7 @@ Column = tuple[Sequence[object], "NDArray[np.integer[Any]]"]
 _MAX_TABLE = 4_000_000
 
 
-class _NeedField(Exception):
+class _NeedFieldError(Exception):
     """A rule read a varying field that has no value yet."""
 
     def __init__(self, name: str) -> None:
@@ -44,7 +44,7 @@ class _Slot:
         try:
             return view.__dict__["_assigned"][self.name]
         except KeyError:
-            raise _NeedField(self.name) from None
+            raise _NeedFieldError(self.name) from None
 
     def __set__(self, view: View, value: object) -> None:
         raise AttributeError(self.name)
@@ -167,7 +167,7 @@ class Tables:
         view = given if rule.layer == "given" else model_view(given)
         try:
             return bool(rule.check(view))
-        except _NeedField:
+        except _NeedFieldError:
             raise
         except Exception:  # as in `check`: what cannot be decided is refused
             return True
@@ -179,7 +179,7 @@ class Tables:
         assigned = {name: self.values[name][code] for name, code in codes.items()}
         try:
             broken = self._evaluate(rule, assigned)
-        except _NeedField as need:
+        except _NeedFieldError as need:
             for code in range(len(self.values[need.name])):
                 yield from self._leaves(rule, {**codes, need.name: code})
         else:

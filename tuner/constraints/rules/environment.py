@@ -98,7 +98,7 @@ def graphs_with_expandable_segments_unregister(c: Any) -> str | None:
 )
 def ucc_needs_more_connections(c: Any) -> str | None:
     """UCC pipeline groups with CUDA_DEVICE_MAX_CONNECTIONS=1."""
-    if c.pipeline_model_parallel_comm_backend != "ucc" or c.world_size is None:
+    if c.pipeline_model_parallel_comm_backend != "ucc":
         return None
     if str(c.env.get("CUDA_DEVICE_MAX_CONNECTIONS", "")) == "1":
         return "UCC pipeline communication hangs with CUDA_DEVICE_MAX_CONNECTIONS=1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.constraints.registry import rule
+from tuner.constraints.registry import rewrite, rule
 from tuner.constraints.rules import TRANSFORMER_CONFIG as TC
 from tuner.constraints.rules.cuda_graphs import OFF, captures, no_recompute_of
 from tuner.constraints.rules.cuda_graphs import without as without_graph
@@ -137,6 +137,12 @@ def inference_scope_fits_implementation(c: Any) -> str | None:
             f"cuda_graph_impl {c.effective_cuda_graph_impl}"
         )
     return None
+
+
+@rewrite("G27", "inference_cuda_graph_scope", TC, since="0.18.0")
+def inference_scope_follows_implementation(c: Any) -> object:
+    """An unset inference_cuda_graph_scope becomes layer with local graphs, none otherwise."""
+    return c.effective_inference_scope
 
 
 @rule("G33", "transformer/cuda_graphs.py: TECudaGraphHelper.__init__", fix=[OFF])

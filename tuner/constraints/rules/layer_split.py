@@ -475,3 +475,18 @@ def single_stage_has_no_ends(c: Any) -> str | None:
             f"gets {c.num_layers_in_last_pipeline_stage} layers"
         )
     return None
+
+
+@rule(
+    "L27",
+    "transformer/transformer_layer.py: get_transformer_layer_offset",
+    fix=[_UNEVEN_OFF, {"virtual_pipeline_model_parallel_size": None}],
+)
+def uneven_ends_with_virtual_stages_have_a_middle(c: Any) -> str | None:
+    """Both end-stage counts with two pipeline stages and virtual stages: division by zero."""
+    ends = (c.num_layers_in_first_pipeline_stage, c.num_layers_in_last_pipeline_stage)
+    if not _uneven_active(c) or None in ends or c.effective_virtual_pipeline_size is None:
+        return None
+    if c.pipeline_model_parallel_size == 2:
+        return "the layer offsets divide by the number of middle stages, and there is none"
+    return None

@@ -243,6 +243,6 @@ def layer_offload_names_what(c: Any) -> str | None:
 @rule("O22", "transformer/transformer_block.py: TransformerBlock.__init__", fix=[LAYERS_OFF])
 def layer_offload_needs_te(c: Any) -> str | None:
     """cpu_offloading without Transformer Engine."""
-    if c.cpu_offloading and c.te_missing:
+    if c.cpu_offloading and (c.te_missing or c.te == ()):
         return "layer-level CPU offload is done by Transformer Engine, which is not installed"
     return None

@@ -107,8 +107,8 @@ def precision_aware_optimizer_needs_te(c: Any) -> str | None:
     version even when the optimizer is offloaded)."""
     if not c.use_precision_aware_optimizer:
         return None
-    missing = c.te_missing and not c.optimizer_cpu_offload
-    if not missing and not (c.minor == 16 and c.te == ()):
+    missing = c.te_missing or c.te == ()
+    if not missing or (c.optimizer_cpu_offload and c.minor >= 17):
         return None
     return "the precision-aware optimizer is Transformer Engine's, which is not installed"
 

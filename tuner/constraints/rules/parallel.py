@@ -150,6 +150,20 @@ def heads_divide_over_tensor_ranks(c: Any) -> str | None:
     return None
 
 
+@rewrite("P28", "num_query_groups", TC)
+def query_groups_default_to_heads(c: Any) -> object:
+    """Unset num_query_groups become num_attention_heads."""
+    return c.query_groups if c.num_query_groups is None else UNCHANGED
+
+
+@rewrite("P28", "kv_channels", TC)
+def head_size_defaults_to_share_of_hidden(c: Any) -> object:
+    """Unset kv_channels become hidden_size divided by the heads."""
+    if c.kv_channels is None and c.num_attention_heads:
+        return c.hidden_size // c.num_attention_heads
+    return UNCHANGED
+
+
 @rule("P05", TC, fix=[lambda c: _fewer_tensor_ranks(c.query_groups, c)])
 def query_groups_match_tensor_ranks(c: Any) -> str | None:
     """num_query_groups is neither a multiple nor a divisor of tensor_model_parallel_size."""
@@ -274,7 +288,7 @@ def world_divides_by_expert_model_size(c: Any) -> str | None:
 def virtual_pipeline_needs_pipeline(c: Any) -> str | None:
     """virtual_pipeline_model_parallel_size is set (even to 1) with one pipeline stage."""
     vpp = c.effective_virtual_pipeline_size
-    if c.world_size is not None and vpp is not None and c.pipeline_model_parallel_size == 1:
+    if vpp is not None and c.pipeline_model_parallel_size == 1:
         return "interleaving needs more than one pipeline stage"
     return None
 
@@ -324,7 +338,7 @@ def weight_shards_need_one_optimizer_instance(c: Any) -> str | None:
 def hierarchical_context_sizes_multiply_up(c: Any) -> str | None:
     """hierarchical_context_parallel_sizes do not multiply to context_parallel_size."""
     sizes = c.hierarchical_context_parallel_sizes
-    if not sizes or c.world_size is None:
+    if not sizes:
         return None
     product = 1
     for size in sizes:
@@ -340,9 +354,10 @@ def hierarchical_context_sizes_multiply_up(c: Any) -> str | None:
 def context_communication_list_covers_layers(c: Any) -> str | None:
     """cp_comm_type is a list whose length is not num_layers, with context parallelism on."""
     kinds = c.cp_comm_type
-    if c.context_parallel_size > 1 and isinstance(kinds, (list, tuple)):
-        if len(kinds) != c.num_layers:
-            return f"cp_comm_type lists {len(kinds)} layers, the model has {c.num_layers}"
+    if c.context_parallel_size <= 1 or not isinstance(kinds, (list, tuple)):
+        return None
+    if len(kinds) != c.num_layers:
+        return f"cp_comm_type lists {len(kinds)} layers, the model has {c.num_layers}"
     return None
 
 

@@ -121,10 +121,8 @@ def distributed_activations_exclude_sequence_parallel(c: Any) -> str | None:
 
 @rewrite("R09", "recompute_modules", TC)
 def unset_modules_become_core_attention(c: Any) -> object:
-    """Unset recompute_modules become [core_attn]."""
-    if c.recompute_modules is None and c.effective_recompute_granularity == "selective":
-        return list(c.effective_recompute_modules)
-    return UNCHANGED
+    """Unset recompute_modules become [core_attn], even when recompute is off."""
+    return UNCHANGED if c.recompute_modules else list(c.effective_recompute_modules)
 
 
 def _known_modules(c: Any) -> Mapping[str, object]:

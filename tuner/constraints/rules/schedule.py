@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.constraints.registry import derived, rule
+from tuner.constraints.registry import derived, rewrite, rule
 from tuner.constraints.rules.parallel import MPC
 
 INTERLEAVED = "pipeline_parallel/schedules.py: forward_backward_pipelining_with_interleaving"
@@ -17,6 +17,12 @@ def microbatch_group_size(c: Any) -> int:
     """Micro-batches a virtual stage runs in a row: the pipeline size unless set."""
     size = c.microbatch_group_size_per_vp_stage
     return int(c.pipeline_model_parallel_size if size is None else size)
+
+
+@rewrite("C06", "microbatch_group_size_per_vp_stage", MPC)
+def group_size_defaults_to_stages(c: Any) -> object:
+    """An unset microbatch_group_size_per_vp_stage becomes the pipeline size."""
+    return c.microbatch_group_size
 
 
 @derived
@@ -91,22 +97,16 @@ def last_micro_batch_group_fills_the_pipeline(c: Any) -> str | None:
 @rule("C03", INTERLEAVED, fix={"batch_p2p_comm": False})
 def overlapped_exchange_is_not_batched(c: Any) -> str | None:
     """Interleaved: overlap_p2p_comm with batch_p2p_comm (which is on by default)."""
-    if c.interleaved and c.schedule_runs and c.overlap_p2p_comm and c.batch_p2p_comm:
+    if c.interleaved and c.overlap_p2p_comm and c.batch_p2p_comm:
         return "overlap_p2p_comm cannot be used with batch_p2p_comm"
     return None
-
-
-@derived
-def schedule_runs(c: Any) -> bool:
-    """Whether enough of the run is known to reach the first step."""
-    return c.world_size is not None
 
 
 @rule("C04", PLAIN, fix={"overlap_p2p_comm": False})
 def plain_schedule_does_not_overlap(c: Any) -> str | None:
     """Pipeline without virtual stages: overlap_p2p_comm."""
     plain = c.pipeline_model_parallel_size > 1 and not c.interleaved
-    if plain and c.schedule_runs and c.overlap_p2p_comm:
+    if plain and c.overlap_p2p_comm:
         return "the non-interleaved schedule cannot overlap point-to-point communication"
     return None
 
