@@ -6,6 +6,7 @@ from what the allocator may reserve; what lies inside is part of allocated bytes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -124,7 +125,7 @@ def fixed_costs(
     which Transformer Engine's userbuffers repeat when `tp_comm_overlap` is set.
     """
     data = _data()
-    hopper = gpu.compute_capability >= (9, 0) and gpu.vendor == "nvidia"
+    hopper = gpu.compute_capability >= (9, 0) and gpu.vendor == "nvidia"  # or newer
     overlap = candidate.tensor_model_parallel_size > 1 and bool(
         dict(candidate.extra).get("tp_comm_overlap")
     )
@@ -134,7 +135,7 @@ def fixed_costs(
     items = [
         _item("CUDA context", data["cuda_context"][gpu.architecture], inside=False),
         *(_nccl(communicator, hopper, data["nccl"]) for communicator in opened),
-        *_cublas(hopper, data["cublas"]),
+        _cublas(gpu, dict(candidate.env).get("CUBLAS_WORKSPACE_CONFIG", ""), data["cublas"]),
     ]
     if transformer_engine:
         items += _transformer_engine(hopper, overlap, moe, data["transformer_engine"])
@@ -167,9 +168,16 @@ def _nccl(communicator: Communicator, hopper: bool, data: dict[str, Any]) -> Fix
     return _item(name, entry, inside=False)
 
 
-def _cublas(hopper: bool, data: dict[str, Any]) -> Iterator[FixedCost]:
-    entry = data["hopper_mib" if hopper else "older_mib"]
-    yield _item("cuBLAS workspaces", entry, inside=True, times=data["threads"]["value"])
+def _cublas(gpu: Gpu, configured: str, data: dict[str, Any]) -> FixedCost:
+    """Workspaces by architecture, or as CUBLAS_WORKSPACE_CONFIG says (":KIB:COUNT" repeated)."""
+    entry = data["hopper" if gpu.architecture == "hopper" else "other"]
+    pairs = re.findall(r":(\d+):(\d+)", configured)
+    if pairs:
+        entry = {
+            "value": sum(int(kib) * int(count) << 10 for kib, count in pairs),
+            "source": f"CUBLAS_WORKSPACE_CONFIG={configured}",
+        }
+    return _item("cuBLAS workspaces", entry, inside=True, times=data["threads"]["value"])
 
 
 def _transformer_engine(

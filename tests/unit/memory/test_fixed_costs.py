@@ -73,12 +73,19 @@ def test_collectives_on_a100_hold_what_was_measured():
     assert held["NCCL data (4 ranks)"] == 688 * MIB
 
 
-@pytest.mark.parametrize(("gpu", "workspace"), [("h100", 32), ("b200", 32), ("a100", 8.125)])
+@pytest.mark.parametrize(("gpu", "workspace"), [("h100", 32), ("b200", 8.125), ("a100", 8.125)])
 def test_cublas_takes_a_workspace_for_each_thread(gpu, workspace):
     costs = fixed_costs(candidate(), gpu=get_gpu(gpu), world_size=1)
     held = {item.name: item for item in costs.items}
     assert held["cuBLAS workspaces"].bytes == 2 * workspace * MIB
     assert held["cuBLAS workspaces"].inside
+
+
+def test_the_configured_cublas_workspace_wins():
+    configured = candidate(env={"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"})
+    costs = fixed_costs(configured, gpu=get_gpu("h100"), world_size=1)
+    held = {item.name: item.bytes for item in costs.items}
+    assert held["cuBLAS workspaces"] == 2 * 8.125 * MIB
 
 
 def test_userbuffers_repeat_the_hidden_states_when_communication_is_overlapped():
