@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from constraint_oracle import pool
+from constraint_oracle import bundles, pool
 
 Config = dict[str, Any]
 
@@ -45,6 +45,7 @@ class Weights:
     dropout: float = 0.15
     latent_attention: float = 0.06
     bridge_parts: float = 0.45
+    bundle: float = 0.15
     mutations: tuple[float, ...] = (0.5, 0.3, 0.13, 0.07)
     groups: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(pool.GROUPS, 1.0) | {"variants": 0.1}
@@ -67,6 +68,7 @@ class CandidateGenerator:
         self.frontend = frontend
         self.weights = weights or Weights()
         self.new_graph_fields = mcore >= "0.18"
+        self.bundles = bundles.COMMON + (bundles.NEWER if mcore >= "0.17" else [])
 
     def __iter__(self) -> Iterator[Config]:
         while True:
@@ -77,6 +79,8 @@ class CandidateGenerator:
         config = self._base()
         for add in self._parts(config):
             add(config)
+        if self._chance(self.weights.bundle):
+            self._bundle(config)
         for _ in range(self._count_mutations()):
             self._mutate(config)
         return config
@@ -357,7 +361,15 @@ class CandidateGenerator:
         if name == "use_megatron_fsdp" and self._chance(0.6):
             config["ckpt_format"] = "fsdp_dtensor"
 
-    # Mutations.
+    # Combinations and single changes.
+
+    def _bundle(self, config: Config) -> None:
+        bundle = dict(self.random.choice(self.bundles))
+        if "cuda_graph_modules" in bundle and not self.new_graph_fields:
+            bundle["cuda_graph_scope"] = bundle.pop("cuda_graph_modules")
+        if "env" in bundle:
+            bundle["env"] = config.get("env", {}) | bundle["env"]
+        config |= bundle
 
     def _count_mutations(self) -> int:
         weights = self.weights.mutations

@@ -196,6 +196,7 @@ def parallel_state(candidate: Candidate) -> None:
         expert_model_parallel_size=model.expert_model_parallel_size,
         expert_tensor_parallel_size=model.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=candidate.get("num_distributed_optimizer_instances", 1),
+        pipeline_model_parallel_comm_backend=model.pipeline_model_parallel_comm_backend,
         order=candidate.get("order", "tp-cp-ep-dp-pp"),
         create_gloo_process_groups=False,
         **remat,

@@ -12,6 +12,7 @@ from constraint_oracle.candidate import Candidate
 def runtime_modelled(candidate: Candidate) -> None:
     """Conditions met only by a running job; each quotes the function that raises."""
     for check in (
+        _token_prediction,
         _dispatcher,
         _graph_memory,
         _te_cpu_offload,
@@ -19,6 +20,14 @@ def runtime_modelled(candidate: Candidate) -> None:
         _data_parallel,
     ):
         check(candidate)
+
+
+def _token_prediction(candidate: Candidate) -> None:
+    """MultiTokenPredictionLayer._checkpointed_forward."""
+    model = candidate.model
+    uniform = model.recompute_granularity == "full" and model.recompute_method == "uniform"
+    if model.mtp_num_layers and uniform and model.recompute_num_layers != 1:
+        raise AssertionError("recompute_num_layers must be 1 for MTP recompute")
 
 
 def _dispatcher(candidate: Candidate) -> None:
