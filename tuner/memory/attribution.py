@@ -25,6 +25,8 @@ RECOMPUTE = "recompute"
 GRADIENTS = "gradient reduction"
 OPTIMIZER = "optimizer"
 STEP = "step"
+BACKWARD_PHASES = (BACKWARD, RECOMPUTE)
+"""Phases whose work runs in autograd's thread."""
 
 _LAYER = re.compile(r"^decoder\.layers\.\d+")
 

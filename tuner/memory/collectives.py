@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from trainables.megatron_core.cpu_device import _replaced
-from tuner.memory.recorder import Recorder
+from tuner.memory.recorder import active_recorder
 
 
 class FinishedWork:
@@ -37,25 +37,6 @@ class _Coalescing:
 
     def wait(self) -> None:
         pass
-
-
-class _CurrentRecorder:
-    """The recorder of the dry run in progress; collectives move the values it knows."""
-
-    recorder: Recorder | None = None
-
-
-_current = _CurrentRecorder()
-
-
-@contextmanager
-def values_move_with(recorder: Recorder) -> Iterator[None]:
-    """Let collectives pass on the values `recorder` knows, as if all ranks held the same."""
-    _current.recorder = recorder
-    try:
-        yield
-    finally:
-        _current.recorder = None
 
 
 @contextmanager
@@ -150,8 +131,9 @@ def _gather(
     async_op: bool = False,
 ) -> FinishedWork | None:
     """All-gather into one tensor; every rank is taken to hold the same known values."""
-    if _current.recorder is not None:
-        values = _current.recorder.values
+    recorder = active_recorder()
+    if recorder is not None:
+        values = recorder.values
         known = values.get(tensor)
         if known is not None and tensor.dtype in (torch.int32, torch.int64) and tensor.numel():
             copies = output.numel() // tensor.numel()

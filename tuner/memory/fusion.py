@@ -9,7 +9,7 @@ AOTAutograd). `fusing()` puts a compiler with this behaviour in the place of `to
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,14 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trainables.megatron_core.cpu_device import _replaced
-from tuner.memory.recorder import Recorder
-
-
-class _Current:
-    recorder: Recorder | None = None
-
-
-_current = _Current()
+from tuner.memory.recorder import active_recorder, allocate
 
 
 @contextmanager
@@ -44,16 +37,6 @@ def fusing() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def kernels_recorded_by(recorder: Recorder) -> Iterator[None]:
-    """Record the outputs of fused functions, and not what they make on the way."""
-    _current.recorder = recorder
-    try:
-        yield
-    finally:
-        _current.recorder = None
-
-
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as one kernel; its tensor arguments may be nested in tuples and lists."""
 
@@ -65,31 +48,84 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
         )
         if differentiated:
             return _Fused.apply(function, structure, *leaves)
-        return _in_one_kernel(function, args, kwargs)
+        return _in_one_kernel(function, leaves, structure)
 
     return run
 
 
-def _in_one_kernel(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    recorder = _current.recorder
+class _Kernel:
+    """One function compiled for one combination of shapes, types and other arguments.
+
+    Each result is either a new tensor of known shape and type, or one of the arguments.
+    """
+
+    def __init__(self, results: list[Any], structure: Any) -> None:
+        self._results, self._structure = results, structure
+
+    @classmethod
+    def compile(cls, function: Callable[..., Any], leaves: Sequence[Any], structure: Any) -> Any:
+        """Run `function` once to see its results; None where they are no plain tensors."""
+        recorder = active_recorder()
+        args, kwargs = tree_unflatten(leaves, structure)
+        if recorder is None:
+            return None
+        recorder.paused = True
+        try:
+            outputs, shape = tree_flatten(function(*args, **kwargs))
+        finally:
+            recorder.paused = False
+        owners = {
+            id(leaf.untyped_storage()): index
+            for index, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor)
+        }
+        results: list[Any] = []
+        for output in outputs:
+            owner = owners.get(id(output.untyped_storage()))
+            if owner is None:
+                results.append((tuple(output.shape), output.dtype))
+            elif leaves[owner].shape == output.shape:
+                results.append(owner)
+            else:
+                return None
+        return cls(results, shape)
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        outputs = [
+            leaves[result] if isinstance(result, int) else allocate(*result)
+            for result in self._results
+        ]
+        return tree_unflatten(outputs, self._structure)
+
+
+_kernels: dict[Any, _Kernel | None] = {}
+
+
+def _in_one_kernel(function: Callable[..., Any], leaves: Sequence[Any], structure: Any) -> Any:
+    recorder = active_recorder()
     if recorder is None or recorder.paused:
+        args, kwargs = tree_unflatten(leaves, structure)
         return function(*args, **kwargs)
-    recorder.paused = True
-    try:
-        result = function(*args, **kwargs)
-    finally:
-        recorder.paused = False
-    for leaf in tree_flatten(result)[0]:
-        if isinstance(leaf, torch.Tensor):
-            recorder.see(leaf)
-    return result
+    key = (function, str(structure), tuple(_signature(leaf) for leaf in leaves))
+    if key not in _kernels:
+        _kernels[key] = _Kernel.compile(function, leaves, structure)
+    kernel = _kernels[key]
+    if kernel is None:
+        args, kwargs = tree_unflatten(leaves, structure)
+        return function(*args, **kwargs)
+    return kernel.run(leaves)
+
+
+def _signature(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return (tuple(leaf.shape), leaf.dtype)
+    return leaf if isinstance(leaf, Hashable) else id(leaf)
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Any, structure: Any, *leaves: Any) -> Any:
-        args, kwargs = tree_unflatten(leaves, structure)
-        result = _in_one_kernel(function, args, kwargs)
+        result = _in_one_kernel(function, leaves, structure)
         ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
         ctx.tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         return result
@@ -105,7 +141,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _like(tensor: torch.Tensor, needed: bool) -> torch.Tensor | None:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if needed else None
+    return allocate(tensor.shape, tensor.dtype) if needed else None
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
@@ -116,18 +152,18 @@ class _BiasDropoutAdd(torch.autograd.Function):
         ctx.dropped, ctx.has_bias = prob > 0.0, bias is not None
         ctx.dtypes = inputs.dtype, residual.dtype
         if ctx.dropped:
-            ctx.save_for_backward(torch.empty(inputs.shape, dtype=torch.bool, device="meta"))
+            ctx.save_for_backward(allocate(inputs.shape, torch.bool))
         if ctx.has_bias:
             ctx.bias_shape, ctx.bias_dtype = bias.shape, bias.dtype
-        return torch.empty(inputs.shape, dtype=inputs.dtype, device="meta")
+        return allocate(inputs.shape, inputs.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         gradient = gradients[0]
-        inputs = torch.empty_like(gradient) if ctx.dropped else gradient
+        inputs = allocate(gradient.shape, gradient.dtype) if ctx.dropped else gradient
         bias = None
         if ctx.has_bias:
-            bias = torch.empty(ctx.bias_shape, dtype=ctx.bias_dtype, device="meta")
+            bias = allocate(ctx.bias_shape, ctx.bias_dtype)
         residual = gradient if ctx.dtypes[1] is gradient.dtype else gradient.to(ctx.dtypes[1])
         return inputs, bias, residual, None
 

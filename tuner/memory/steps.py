@@ -18,7 +18,7 @@ def record_steps(request: DryRunRequest) -> Trace:
     """Build the model, run `request.steps` optimizer steps and return what was allocated."""
     from trainables.megatron_core.cpu_device import without_compilation
     from trainables.megatron_core.plan import build_plan
-    from tuner.memory import attribution, collectives, device, fusion, te
+    from tuner.memory import attribution, collectives, cublas, device, fusion, te
     from tuner.memory.recorder import Recorder
     from tuner.memory.values import KnownValues
 
@@ -32,9 +32,11 @@ def record_steps(request: DryRunRequest) -> Trace:
         plan = build_plan(_trial(request), use_transformer_engine=not local)
         values = KnownValues(_routing_density(plan.transformer))
         recorder = Recorder(host_counts=local, handlers=device.handlers(), values=values)
+        if not local:
+            backward = frozenset(map(recorder.phase_code, attribution.BACKWARD_PHASES))
+            size = cublas.workspace_bytes(request.environment, request.architecture)
+            recorder.handlers.update(cublas.workspace_handlers(size, backward))
         stack.enter_context(device.device_without_data(recorder, request.architecture))
-        stack.enter_context(collectives.values_move_with(recorder))
-        stack.enter_context(fusion.kernels_recorded_by(recorder))
         stack.enter_context(collectives.lonely_rank(request.rank, request.world_size))
         watch = attribution.Attribution(recorder)
         stack.enter_context(_no_garbage_collection())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tuner.memory.errors import UnsupportedError
+from tuner.memory.recorder import allocate
 from tuner.memory.te.base import group_size, new_parameter
 
 
@@ -25,10 +26,10 @@ class _FusedAttention(torch.autograd.Function):
         sink: torch.Tensor | None,
         interleaved: bool,
     ) -> torch.Tensor:
-        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        output = allocate((*query.shape[:-1], value.shape[-1]), query.dtype)
         rows = query.numel() // query.shape[-1]
-        log_sum_exp = torch.empty(rows, dtype=torch.float32, device="meta")
-        random_state = torch.empty(2, dtype=torch.int64, device="meta")
+        log_sum_exp = allocate((rows,), torch.float32)
+        random_state = allocate((2,), torch.int64)
         ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state, sink)
         ctx.interleaved = interleaved
         return output
@@ -37,12 +38,12 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         query, key, value, *_, sink = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        sink_gradient = None if sink is None else torch.empty_like(sink)
+        sink_gradient = None if sink is None else allocate(sink.shape, sink.dtype)
         if ctx.interleaved:
             shape = (*query.shape[:-1], 3, query.shape[-1])
-            parts = query.new_empty(shape).unbind(-2)
+            parts = allocate(shape, query.dtype).unbind(-2)
             return (*parts, sink_gradient, None)
-        parts = tuple(part.new_empty(part.shape) for part in (query, key, value))
+        parts = tuple(allocate(part.shape, part.dtype) for part in (query, key, value))
         del gradient
         return (*parts, sink_gradient, None)
 
@@ -147,12 +148,12 @@ class _FusedRotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(frequencies)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return allocate(tensor.shape, tensor.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         gradient = gradients[0]
-        return torch.empty(gradient.shape, dtype=gradient.dtype, device="meta"), None
+        return allocate(gradient.shape, gradient.dtype), None
 
 
 def apply_rotary_pos_emb(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tuner.memory.recorder import allocate
 from tuner.memory.te import quantize
 
 
@@ -64,7 +65,7 @@ def new_parameter(
     sequence_parallel: bool = False,
 ) -> torch.nn.Parameter:
     """A parameter of a layer, marked as Megatron-Core's optimizer expects."""
-    parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+    parameter = torch.nn.Parameter(allocate(shape, dtype))
     if split_dim is not None:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         parameter.partition_dim = split_dim  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tuner.memory.recorder import allocate
 from tuner.memory.te import quantize
 from tuner.memory.te.base import group_size
 
@@ -55,7 +56,7 @@ class _Checkpoint(torch.autograd.Function):
         if distribute:
             first = args[0]
             ctx.first_shape = first.shape
-            first.data = first.new_empty(first.numel() // group_size(group))
+            first.data = allocate((first.numel() // group_size(group),), first.dtype)
         ctx.arguments = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
         ctx.save_for_backward(*(arg if isinstance(arg, torch.Tensor) else None for arg in args))
         ctx.function, ctx.kwargs, ctx.group = function, kwargs, group
@@ -70,7 +71,7 @@ class _Checkpoint(torch.autograd.Function):
             for tensor, arg in zip(saved, ctx.arguments, strict=True)
         ]
         if ctx.distribute:
-            inputs[0].data = inputs[0].new_empty(ctx.first_shape)
+            inputs[0].data = allocate(ctx.first_shape, inputs[0].dtype)
         detached = []
         for item in inputs:
             if isinstance(item, torch.Tensor):

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from tuner.memory.recorder import allocate
 from tuner.memory.te import quantize
-from tuner.memory.te.base import TransformerEngineBaseModule, new_parameter
+from tuner.memory.te.base import TransformerEngineBaseModule, new_parameter, rows_of
 from tuner.memory.te.state import use_stream_workspaces, weight_gradient
 
 
@@ -38,7 +39,7 @@ class _GroupedFunction(torch.autograd.Function):
                     f"weight{index}", weight, cache_weights, columns=grad_enabled
                 )
         use_stream_workspaces()
-        output = inputs.new_empty(inputs.numel() // inputs.shape[-1], weights[0].shape[0])
+        output = allocate((rows_of(inputs), weights[0].shape[0]), inputs.dtype)
         if grad_enabled:
             ctx.save_for_backward(*kept, *copies, *parameters)
             ctx.layer, ctx.low, ctx.recipe = layer, low, quantize.state.recipe
@@ -54,7 +55,7 @@ class _GroupedFunction(torch.autograd.Function):
             saved, quantize.state.recipe = quantize.state.recipe, ctx.recipe
             gradient = quantize.quantized(gradient, rows=True, columns=True)
             quantize.state.recipe = saved
-        input_gradient = gradients[0].new_empty(ctx.input_shape)
+        input_gradient = allocate(ctx.input_shape, gradients[0].dtype)
         weights = parameters[:count]
         if layer.delay_wgrad_compute:
             layer.keep_for_later(gradient, ctx.saved_tensors)
@@ -65,7 +66,7 @@ class _GroupedFunction(torch.autograd.Function):
                 for weight in weights
             ]
         biases = parameters[count:]
-        bias_grads = [torch.empty_like(bias) if ctx.use_bias else None for bias in biases]
+        bias_grads = [allocate(bias.shape, bias.dtype) if ctx.use_bias else None for bias in biases]
         return (input_gradient, None, None, None, None, *weight_grads, *bias_grads)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tuner.memory.recorder import allocate
 from tuner.memory.te import quantize
 from tuner.memory.te.base import (
     Initializer,
@@ -45,7 +46,7 @@ class _LinearFunction(torch.autograd.Function):
         operand: Any = inputs
         if norm_weight is not None:
             stats = statistics(inputs, with_mean=norm_bias is not None)
-            operand = None if low else torch.empty_like(inputs)
+            operand = None if low else allocate(inputs.shape, inputs.dtype)
         kept = _kept_input(layer, inputs, operand, gathers, low, grad_enabled)
         weight_copy = (
             layer.quantized_weight("weight", weight, cache_weight, columns=grad_enabled)
@@ -55,10 +56,10 @@ class _LinearFunction(torch.autograd.Function):
         rows = rows_of(inputs) * (layer.tp_size if gathers else 1)
         gathered = _gathered(inputs, layer, low) if gathers else None
         use_workspace()
-        output = torch.empty(rows, weight.shape[0], dtype=inputs.dtype, device="meta")
+        output = allocate((rows, weight.shape[0]), inputs.dtype)
         del gathered, operand
         if layer.parallel_mode == "row" and layer.sequence_parallel and layer.tp_size > 1:
-            output = output.new_empty(rows // layer.tp_size, weight.shape[0])
+            output = allocate((rows // layer.tp_size, weight.shape[0]), output.dtype)
         if grad_enabled:
             saved = [weight, norm_weight, *kept, *stats, *weight_copy]
             if norm_weight is not None:
@@ -84,14 +85,14 @@ class _LinearFunction(torch.autograd.Function):
         rows = math.prod(ctx.input_shape[:-1])
         all_rows = rows * (layer.tp_size if ctx.gathers else 1)
         # The GEMM's output stays until the function returns, also where it is reduced to a shard.
-        whole = torch.empty(all_rows, width, dtype=ctx.dtype, device="meta")
-        input_gradient = whole.new_empty(rows, width) if ctx.gathers else whole
+        whole = allocate((all_rows, width), ctx.dtype)
+        input_gradient = allocate((rows, width), ctx.dtype) if ctx.gathers else whole
         if layer.delay_wgrad_compute:
             layer.keep_for_later(gathered, gradient, ctx.saved_tensors)
             weight_grad = None
         else:
             weight_grad = weight_gradient(weight, layer.fuse_wgrad_accumulation)
-        bias_grad = weight.new_empty(weight.shape[0]) if ctx.has_bias else None
+        bias_grad = allocate((weight.shape[0],), weight.dtype) if ctx.has_bias else None
         del gathered, gradient
         norm_grads: tuple[Any, Any] = (None, None)
         if ctx.normalizes:
@@ -132,7 +133,7 @@ def _gathered(inputs: torch.Tensor, layer: Any, low: bool) -> torch.Tensor:
 def _full_rows(shape: torch.Size, dtype: torch.dtype, ranks: int, *, low: bool) -> torch.Tensor:
     """The buffer an all-gather along the first dimension fills."""
     size = (shape[0] * ranks, *shape[1:])
-    return torch.empty(size, dtype=torch.uint8 if low else dtype, device="meta")
+    return allocate(size, torch.uint8 if low else dtype)
 
 
 def _output_gradient(ctx: Any, gradient: torch.Tensor) -> Any:

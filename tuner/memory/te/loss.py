@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tuner.memory.recorder import allocate
 from tuner.memory.te.base import group_size
 
 
@@ -24,10 +25,10 @@ class _CrossEntropy(torch.autograd.Function):
         *options: Any,
     ) -> torch.Tensor:
         rows = logits.numel() // logits.shape[-1]
-        loss = torch.zeros(rows, dtype=torch.float32, device="meta")
-        maxima = torch.zeros(rows * 3, dtype=torch.float32, device="meta")
+        loss = allocate((rows,), torch.float32)
+        maxima = allocate((rows * 3,), torch.float32)
         ranks = group_size(group)
-        gathered = maxima.new_empty(rows * 3 * ranks) if ranks > 1 else maxima
+        gathered = allocate((rows * 3 * ranks,), torch.float32) if ranks > 1 else maxima
         del maxima, gathered
         ctx.save_for_backward(logits.detach())
         ctx.options = 5 + len(options) - 1

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from tuner.memory.recorder import allocate
+
 
 class _Permute(torch.autograd.Function):
     """Copies tokens, and probabilities where given, into the order of their experts."""
@@ -15,9 +17,9 @@ class _Permute(torch.autograd.Function):
         ctx: Any, inputs: torch.Tensor, routing_map: torch.Tensor, out_tokens: int, probs: Any
     ) -> tuple[Any, ...]:
         tokens, experts = routing_map.shape
-        row_ids = torch.empty((tokens, experts * 2 + 1), dtype=torch.int32, device="meta")
-        output = inputs.new_empty(out_tokens, inputs.shape[1])
-        permuted = None if probs is None else probs.new_empty(out_tokens)
+        row_ids = allocate((tokens, experts * 2 + 1), torch.int32)
+        output = allocate((out_tokens, inputs.shape[1]), inputs.dtype)
+        permuted = None if probs is None else allocate((out_tokens,), probs.dtype)
         ctx.save_for_backward(row_ids)
         ctx.input_shape = inputs.shape
         ctx.probs_shape = None if probs is None else probs.shape
@@ -26,8 +28,8 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         gradient, _, probs_gradient = gradients
-        probs = None if ctx.probs_shape is None else probs_gradient.new_empty(ctx.probs_shape)
-        return gradient.new_empty(ctx.input_shape), None, None, probs
+        probs = None if ctx.probs_shape is None else allocate(ctx.probs_shape, probs_gradient.dtype)
+        return allocate(ctx.input_shape, gradient.dtype), None, None, probs
 
 
 class _Unpermute(torch.autograd.Function):
@@ -37,7 +39,7 @@ class _Unpermute(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: torch.Tensor, row_ids: torch.Tensor, probs: Any, shape: Any
     ) -> torch.Tensor:
-        output = inputs.new_empty(inputs.shape if shape is None else shape)
+        output = allocate(inputs.shape if shape is None else shape, inputs.dtype)
         ctx.input_shape = inputs.shape
         if probs is None:
             ctx.save_for_backward(row_ids)
@@ -48,8 +50,8 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        probs = torch.empty_like(saved[2]) if len(saved) == 3 else None
-        return gradients[0].new_empty(ctx.input_shape), None, probs, None
+        probs = allocate(saved[2].shape, saved[2].dtype) if len(saved) == 3 else None
+        return allocate(ctx.input_shape, gradients[0].dtype), None, probs, None
 
 
 class _SortChunks(torch.autograd.Function):
@@ -59,18 +61,19 @@ class _SortChunks(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor, probs: Any
     ) -> tuple[Any, ...]:
-        row_ids = torch.empty(inputs.shape[0], dtype=torch.int32, device="meta")
+        row_ids = allocate((inputs.shape[0],), torch.int32)
         ctx.save_for_backward(row_ids)
-        return torch.empty_like(inputs), None if probs is None else torch.empty_like(probs)
+        sorted_probs = None if probs is None else allocate(probs.shape, probs.dtype)
+        return allocate(inputs.shape, inputs.dtype), sorted_probs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         gradient, probs = gradients
         return (
-            torch.empty_like(gradient),
+            allocate(gradient.shape, gradient.dtype),
             None,
             None,
-            None if probs is None else torch.empty_like(probs),
+            None if probs is None else allocate(probs.shape, probs.dtype),
         )
 
 
@@ -125,14 +128,14 @@ class _TopK(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        probs = torch.empty_like(logits)
-        routing_map = torch.empty(logits.shape, dtype=torch.bool, device="meta")
-        ctx.save_for_backward(routing_map, torch.empty_like(logits))
+        probs = allocate(logits.shape, logits.dtype)
+        routing_map = allocate(logits.shape, torch.bool)
+        ctx.save_for_backward(routing_map, allocate(logits.shape, logits.dtype))
         return probs, routing_map
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(gradients[0])
+        return allocate(gradients[0].shape, gradients[0].dtype)
 
 
 def fused_topk_with_score_function(
@@ -153,11 +156,11 @@ class _AuxLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, probs: torch.Tensor) -> torch.Tensor:
         ctx.shape = probs.shape
-        return probs.new_empty(())
+        return allocate((), probs.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0].new_empty(ctx.shape)
+        return allocate(ctx.shape, gradients[0].dtype)
 
 
 def fused_moe_aux_loss(probs: torch.Tensor, *options: Any, **more: Any) -> torch.Tensor:
@@ -197,8 +200,8 @@ class _Resize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, rows: int) -> torch.Tensor:
         ctx.shape = inputs.shape
-        return inputs.new_empty(rows, *inputs.shape[1:])
+        return allocate((rows, *inputs.shape[1:]), inputs.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0].new_empty(ctx.shape), None
+        return allocate(ctx.shape, gradients[0].dtype), None

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from tuner.memory.recorder import allocate
 from tuner.memory.te.base import new_parameter, rows_of
 
 
 class _NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
-        output = torch.empty_like(inputs)
+        output = allocate(inputs.shape, inputs.dtype)
         ctx.save_for_backward(inputs, weight, *statistics(inputs, with_mean=bias is not None))
         ctx.has_bias = bias is not None
         return output
@@ -29,9 +30,7 @@ class _NormFunction(torch.autograd.Function):
 def statistics(inputs: torch.Tensor, with_mean: bool) -> list[torch.Tensor]:
     """Reciprocal deviation and, for LayerNorm, mean of each row."""
     rows = rows_of(inputs)
-    return [
-        torch.empty(rows, dtype=torch.float32, device="meta") for _ in range(2 if with_mean else 1)
-    ]
+    return [allocate((rows,), torch.float32) for _ in range(2 if with_mean else 1)]
 
 
 def norm_gradients(
@@ -39,9 +38,9 @@ def norm_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of input, weight and bias."""
     return (
-        torch.empty_like(inputs),
-        torch.empty_like(weight),
-        torch.empty_like(weight) if has_bias else None,
+        allocate(inputs.shape, inputs.dtype),
+        allocate(weight.shape, weight.dtype),
+        allocate(weight.shape, weight.dtype) if has_bias else None,
     )
 
 

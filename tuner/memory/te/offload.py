@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tuner.memory.recorder import allocate
+
 
 class _Away:
     """A tensor on the host: what is needed to make room for it again."""
@@ -21,7 +23,7 @@ class _Away:
         self.shape, self.dtype = tensor.shape, tensor.dtype
 
     def back(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return allocate(self.shape, self.dtype)
 
 
 def mark_activation_offload(*tensors: Any) -> None:
@@ -67,7 +69,7 @@ class _Handler:
             if self.double_buffering and not self.buffers[0]:
                 for tensor in self.on_device.values():
                     for buffers in self.buffers:
-                        buffers.append(torch.empty_like(tensor))
+                        buffers.append(allocate(tensor.shape, tensor.dtype))
             self._offload(0)
         if self.window.get(self.windows_done) == group:
             for tag in [tag for tag in self.on_device if tag[0] == self.windows_done]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tuner.memory.recorder import allocate
 from tuner.memory.te.state import process
 
 
@@ -197,4 +198,4 @@ def _copy(tensor: torch.Tensor, recipe: Any) -> torch.Tensor:
     size = int(elements * recipe.element_bytes)
     if recipe.scale_block:
         size += -(-elements // recipe.scale_block) * recipe.scale_bytes
-    return torch.empty(size, dtype=torch.uint8, device="meta")
+    return allocate((size,), torch.uint8)

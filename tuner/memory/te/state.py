@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tuner.memory.recorder import allocate
+
 _GROUPED_CACHE_SINCE = (2, 11)
 """GroupedLinear hands out cached dummies from here on; before, it allocated them anew."""
 
@@ -59,7 +61,7 @@ def use_stream_workspaces() -> list[torch.Tensor]:
 
 def _workspace() -> torch.Tensor:
     size = 32 * 1024 * 1024 + 1024 if process.hopper_or_later else 4_194_304
-    return torch.empty(size, dtype=torch.uint8, device="meta")
+    return allocate((size,), torch.uint8)
 
 
 def weight_gradient(
@@ -71,12 +73,12 @@ def weight_gradient(
     `main_grad`, and autograd gets a dummy where Megatron-Core's data parallelism asks for one.
     """
     if not fused:
-        return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        return allocate(weight.shape, weight.dtype)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
     if grouped and process.version < _GROUPED_CACHE_SINCE:
-        return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        return allocate(weight.shape, weight.dtype)
     return dummy_gradient(list(weight.shape), weight.dtype).detach()
 
 
@@ -84,5 +86,5 @@ def dummy_gradient(shape: list[int], dtype: torch.dtype, zero: bool = False) -> 
     """`get_dummy_wgrad`: one cached tensor for each shape and type."""
     key = (shape[0], shape[1], dtype)
     if key not in process.dummy_gradients:
-        process.dummy_gradients[key] = torch.empty(shape, dtype=dtype, device="meta")
+        process.dummy_gradients[key] = allocate(shape, dtype)
     return process.dummy_gradients[key].detach()

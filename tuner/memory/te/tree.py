@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tuner.memory.errors import UnsupportedError
+from tuner.memory.recorder import allocate
 from tuner.memory.te import (
     attention,
     base,
@@ -76,7 +77,7 @@ def _general_gemm(
     if out is None:
         columns = a.shape[0] if layout[0] == "T" else a.shape[-1]
         rows = b.shape[:-1] if layout[1] == "N" else (b.shape[-1],)
-        out = torch.empty(*rows, columns, dtype=out_dtype or b.dtype, device="meta")
+        out = allocate((*rows, columns), out_dtype or b.dtype)
     return out, None, None, None
 
 
