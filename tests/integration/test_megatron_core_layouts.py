@@ -20,7 +20,7 @@ from tuner.measurement import TrialSpec
 pytestmark = pytest.mark.slow
 
 WORLD_SIZE = 4
-STEPS = 4
+STEPS = 3
 
 LLAMA: dict[str, Any] = {
     "num_layers": 4,
@@ -116,8 +116,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama dp no distributed optimizer": {
         "config": {**layout(), "use_distributed_optimizer": False}
     },
-    "llama micro-batch 2": {"config": {**layout(), "micro_batch_size": 2}},
     "llama tp2": {"config": layout(2)},
+    "llama tp2 micro-batch 2": {"config": {**layout(2), "micro_batch_size": 2}},
     "llama tp4": {"config": layout(4)},
     "llama tp2 no sequence parallel": {"config": {**layout(2), "sequence_parallel": False}},
     "llama pp2": {"config": layout(1, 2)},
@@ -193,7 +193,7 @@ def case_spec(case: dict[str, Any]) -> TrialSpec:
         config=case["config"],
         world_size=WORLD_SIZE,
         seq_length=64,
-        global_batch_size=8,
+        global_batch_size=4,
         precision=case.get("precision", "fp32"),
     )
 
@@ -208,14 +208,19 @@ def run_cases(output: Path) -> None:
     with without_compilation():
         import megatron.core.models.gpt
         import megatron.core.optimizer  # noqa: F401
-    torch.distributed.init_process_group("gloo")
+    store, rank, world_size = next(torch.distributed.rendezvous("env://"))
     results = {}
-    with cpu_device():
-        for name, case in CASES.items():
+    for name, case in CASES.items():
+        # Groups have threads of their own, so each case ends with all of them destroyed.
+        own_keys = torch.distributed.PrefixStore(name, store)
+        torch.distributed.init_process_group(
+            "gloo", store=own_keys, rank=rank, world_size=world_size
+        )
+        with cpu_device():
             results[name] = run_case(case_spec(case))
-    if torch.distributed.get_rank() == 0:
+        torch.distributed.destroy_process_group()
+    if rank == 0:
         output.write_text(json.dumps(results))
-    torch.distributed.destroy_process_group()
 
 
 def run_case(spec: TrialSpec) -> dict[str, Any]:
@@ -287,7 +292,7 @@ def test_every_layout_computes_the_losses_of_the_reference_layout(
 def test_losses_fall_on_the_mock_data(results: dict[str, dict[str, Any]], name: str) -> None:
     losses = results[name]["losses"]
     assert len(losses) == STEPS
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - 0.05
 
 
 RECOMPUTED = {
@@ -326,7 +331,7 @@ def test_recompute_never_raises_the_peak(
         ("llama tp2 pp2 mlp", "llama tp2 pp2"),
         ("llama tp2 pp2 layernorm", "llama tp2 pp2"),
         ("llama", "llama dp no distributed optimizer"),
-        ("llama", "llama micro-batch 2"),
+        ("llama tp2", "llama tp2 micro-batch 2"),
         ("llama tp2", "llama tp2 no sequence parallel"),
         ("llama pp2", "llama pp2 vpp2"),
         ("llama pp2", "llama"),

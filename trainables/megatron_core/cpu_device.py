@@ -306,6 +306,28 @@ def uneven_collectives_work() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def equal_groups_are_shared() -> Iterator[None]:
+    """parallel_state.py `initialize_model_parallel` makes some thirty groups, many of equal ranks.
+
+    Every Gloo group keeps threads that wake a hundred times a second; on few cores they slow the
+    steps down several times. Groups of the same ranks become one.
+    """
+    from torch import distributed
+
+    original = distributed.new_group
+    groups: dict[tuple[int, ...], Any] = {}
+
+    def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        key = tuple(range(distributed.get_world_size()) if ranks is None else ranks)
+        if key not in groups:
+            groups[key] = original(ranks, *args, **kwargs)
+        return groups[key]
+
+    with replaced(distributed, new_group=new_group):
+        yield
+
+
 PATCHES: tuple[Callable[[], Any], ...] = (
     current_device_is_cpu,
     streams_do_nothing,
@@ -317,6 +339,7 @@ PATCHES: tuple[Callable[[], Any], ...] = (
     transformer_engine_names_are_types,
     expert_splits_become_arrays,
     uneven_collectives_work,
+    equal_groups_are_shared,
 )
 """Patches of `cpu_device`, in the order they are applied."""
 
