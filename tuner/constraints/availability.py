@@ -15,6 +15,7 @@ NO_ARGUMENT = frozenset(
     )
 )
 
+# The message and the fix; a null in the fix removes the field.
 Unavailable = tuple[str, Mapping[str, object] | None]
 
 
@@ -30,15 +31,12 @@ def unavailable(
         known = [n for n, f in catalogue().items() if version in f.default]
         similar = nearest(name, known)
         hint = f"; did you mean {similar}?" if similar else ""
-        return f"unknown field {name!r}{hint}", None
+        return f"unknown field {name!r}{hint}", {name: None}
     if version not in field.default and version not in field.also.get(frontend, ()):
-        versions = ", ".join(field.default)
-        return (
-            f"Megatron-Core {version} has no field {name} (it is in {versions or 'Megatron Bridge only'})",
-            None,
-        )
+        versions = ", ".join(field.default) or "Megatron Bridge only"
+        return f"Megatron-Core {version} has no field {name} (it is in {versions})", {name: None}
     if frontend == "megatron-lm" and name in NO_ARGUMENT:
-        return f"Megatron-LM {version} has no argument for {name}", None
+        return f"Megatron-LM {version} has no argument for {name}", {name: None}
     if field.only_mla and not config.get("multi_latent_attention"):
         return (
             f"{name} exists only with multi_latent_attention",

@@ -18,7 +18,6 @@ from tuner.constraints.result import Capabilities, CheckResult, InputError, Viol
 from tuner.constraints.view import View, given_view, model_view
 
 _TYPES_REFERENCE = "dataclass fields of TransformerConfig, DDP and optimizer configs"
-FixTexts = dict[str, object]
 
 
 def check(
@@ -49,18 +48,24 @@ def check(
     given = build_view(values, version, frontend, capabilities)
     model = model_view(given)
     rewrites: dict[str, object] = {}
+    broken: list[Rule] = []
     for rule in rules_for(version, frontend):
         answer = evaluate(rule, given, model)
         if rule.kind == "rewrite":
             if answer is not UNCHANGED:
                 _add_rewrite(rule, answer, given, config, violations, rewrites)
         elif answer:
-            fix = _rule_fix(rule, values, given, model, capabilities) if fixes else None
+            broken.append(rule)
             violations.append(
-                Violation(rule.id, rule.kind, rule_fields(rule), answer, fix, rule.reference)
+                Violation(rule.id, rule.kind, rule_fields(rule), answer, None, rule.reference)
             )
     valid = all(v.kind != "error" for v in violations)
-    return CheckResult(valid, tuple(violations), rewrites)
+    result = CheckResult(valid, tuple(violations), rewrites)
+    if not fixes or not (broken or not valid):
+        return result
+    from tuner.constraints.fixing import with_fixes
+
+    return with_fixes(result, broken, config, version, frontend, capabilities)
 
 
 def _require_frontend(frontend: str) -> None:
@@ -172,26 +177,6 @@ def _show(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _rule_fix(
-    rule: Rule,
-    values: Mapping[str, object],
-    given: View,
-    model: View,
-    capabilities: Capabilities | None,
-) -> Mapping[str, object] | None:
-    """The first declared fix after which the rule no longer speaks."""
-    first: Mapping[str, object] | None = None
-    for fix in rule.fixes:
-        changes = fix_changes(fix, given if rule.layer == "given" else model)
-        if not changes:
-            continue
-        first = first or changes
-        changed = build_view({**values, **changes}, given.mcore, given.frontend, capabilities)
-        if not evaluate(rule, changed, model_view(changed)):
-            return changes
-    return first
-
-
 def fix_changes(fix: Fix, view: View) -> Mapping[str, object] | None:
     """The field changes of a declared fix for this candidate."""
     if not callable(fix):
@@ -200,9 +185,6 @@ def fix_changes(fix: Fix, view: View) -> Mapping[str, object] | None:
         return fix(view)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return None
-
-
-_fields_cache: dict[str, tuple[str, ...]] = {}
 
 
 def rule_fields(rule: Rule) -> tuple[str, ...]:

@@ -59,11 +59,9 @@ def _fix_text(fix: object) -> str:
 
 
 def _value(value: object) -> str:
-    return (
-        {None: "null", True: "true", False: "false"}.get(value, str(value))
-        if not isinstance(value, (list, dict))
-        else str(value)
-    )
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value)
 
 
 def _versions(rule: Rule) -> str:

@@ -58,7 +58,8 @@ def _field(name: str, entry: Mapping[str, object]) -> Field:
     choices, bounds = entry.get("choices"), entry.get("bounds")
     sections = entry["sections"]
     also = entry.get("also", {})
-    assert isinstance(sections, list) and isinstance(also, dict)
+    assert isinstance(sections, list)
+    assert isinstance(also, dict)
     return Field(
         name=name,
         kind=str(entry["kind"]),

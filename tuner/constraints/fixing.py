@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from tuner.constraints.checker import build_view, check, fix_changes, same_value
 from tuner.constraints.fields import catalogue
@@ -23,6 +23,8 @@ _FIXED_FIELDS = frozenset(
         *("gpu", "te_version"),
     )
 )
+# Rules of the checker itself, without a function.
+_BUILT_IN = ("V01", "T01", "T02")
 _BEAM = 6
 _MAX_STEPS = 8
 
@@ -43,17 +45,50 @@ class FixResult:
         return {"changes": dict(self.changes), "config": dict(self.config), **verdict}
 
 
+def with_fixes(
+    result: CheckResult,
+    broken: Sequence[Rule],
+    config: Mapping[str, object],
+    mcore: str,
+    frontend: str,
+    capabilities: Capabilities | None,
+) -> CheckResult:
+    """The same verdict with a fix on every violation.
+
+    Of the fixes a rule declares the one is taken that leaves the fewest errors; when the only
+    error of a candidate is not cured by any of them, a repair is searched for.
+    """
+    search = _Search(mcore, frontend, capabilities)
+    start = dict(config)
+    rules = iter(broken)
+    violations = []
+    for violation in result.violations:
+        if violation.kind == "rewrite" or violation.rule in _BUILT_IN:
+            violations.append(violation)
+            continue
+        changes = search.best_declared(start, next(rules))
+        violations.append(replace(violation, fix=changes))
+    errors = [v for v in violations if v.kind == "error"]
+    if len(errors) == 1 and not search.cures(start, errors[0]):
+        found = search.repair(start)
+        if found.result.valid:
+            violations = [
+                replace(v, fix=found.changes) if v is errors[0] else v for v in violations
+            ]
+    return replace(result, violations=tuple(violations))
+
+
 def apply_fix(config: Mapping[str, object], result: CheckResult) -> dict[str, object]:
     """Apply the fixes a result proposes for its errors, first come first served, once."""
     fixed = dict(config)
     changed: set[str] = set()
     for violation in result.errors:
         if violation.fix and not changed & violation.fix.keys():
-            fixed |= violation.fix
+            if violation.rule == "V01":
+                fixed = {n: v for n, v in fixed.items() if n not in violation.fields}
+            else:
+                fixed |= violation.fix
             changed |= violation.fix.keys()
-        elif violation.fix is None and violation.rule == "V01":
-            for name in violation.fields:
-                fixed.pop(name, None)
     return fixed
 
 
@@ -73,33 +108,7 @@ def fix(
     Raises:
         InputError, ValueError: as `check`.
     """
-    search = _Search(mcore, frontend, capabilities)
-    start = dict(config)
-    first = search.check(start)
-    if first.valid:
-        return FixResult(start, {}, first)
-    best = (len(first.errors), start, first)
-    beam = [best]
-    seen: set[str] = set()
-    for _ in range(_MAX_STEPS):
-        grown = []
-        for _, candidate, verdict in beam:
-            for changed in search.neighbours(candidate, verdict):
-                key = repr(sorted(changed.items(), key=lambda item: item[0]))
-                if key in seen:
-                    continue
-                seen.add(key)
-                grown.append((len(search.check(changed).errors), changed, search.check(changed)))
-        if not grown:
-            break
-        grown.sort(key=lambda item: (item[0], len(differences(start, item[1]))))
-        if grown[0][0] < best[0]:
-            best = grown[0]
-        if best[0] == 0:
-            break
-        beam = grown[:_BEAM]
-    final = search.minimise(start, best[1]) if best[0] == 0 else best[1]
-    return FixResult(final, differences(start, final), search.check(final))
+    return _Search(mcore, frontend, capabilities).repair(dict(config))
 
 
 def differences(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, object]:
@@ -120,7 +129,8 @@ class _Search:
         self._version = resolve_version(mcore)
         self._frontend = frontend
         self._capabilities = capabilities
-        self._verdicts: dict[int, CheckResult] = {}
+        # Keyed by identity; the candidate is kept so that its id stays its own.
+        self._verdicts: dict[int, tuple[dict[str, object], CheckResult]] = {}
         rules: dict[str, list[Rule]] = {}
         for rule in rules_for(self._version, frontend):
             rules.setdefault(rule.id, []).append(rule)
@@ -129,14 +139,88 @@ class _Search:
     def check(self, config: dict[str, object]) -> CheckResult:
         key = id(config)
         if key not in self._verdicts:
-            self._verdicts[key] = check(
+            verdict = check(
                 config,
                 mcore=self._version,
                 frontend=self._frontend,
                 capabilities=self._capabilities,
                 fixes=False,
             )
-        return self._verdicts[key]
+            self._verdicts[key] = (config, verdict)
+        return self._verdicts[key][1]
+
+    def repair(self, start: dict[str, object]) -> FixResult:
+        """Search in steps, keeping the few candidates with the fewest errors."""
+        first = self.check(start)
+        if first.valid:
+            return FixResult(start, {}, first)
+        best = (len(first.errors), start, first)
+        beam = [best]
+        seen: set[str] = set()
+        for _ in range(_MAX_STEPS):
+            grown = []
+            for _, candidate, verdict in beam:
+                for changed in self.neighbours(candidate, verdict):
+                    key = repr(sorted(changed.items(), key=lambda item: item[0]))
+                    if key not in seen:
+                        seen.add(key)
+                        found = self.check(changed)
+                        grown.append((len(found.errors), changed, found))
+            if not grown:
+                break
+            grown.sort(key=lambda item: (item[0], len(differences(start, item[1]))))
+            best = min(best, grown[0], key=lambda item: item[0])
+            if best[0] == 0:
+                break
+            beam = grown[:_BEAM]
+        final = self.minimise(start, best[1]) if best[0] == 0 else best[1]
+        return FixResult(final, differences(start, final), self.check(final))
+
+    def best_declared(self, config: dict[str, object], rule: Rule) -> Mapping[str, object] | None:
+        """The declared fix of a broken rule that leaves the fewest errors."""
+        options = [self.trim(config, c) for c in self._declared_changes(config, rule)]
+        if len(options) < 2 or rule.kind == "advice":
+            return options[0] if options else None
+        return min(options, key=lambda c: (len(self.check({**config, **c}).errors), len(c)))
+
+    def trim(
+        self, config: dict[str, object], changes: Mapping[str, object]
+    ) -> Mapping[str, object]:
+        """The changes without those that change nothing or are not needed."""
+        defaults = given_class(self._version, self._frontend)
+        kept = {
+            name: value
+            for name, value in changes.items()
+            if not same_value(config.get(name, getattr(defaults, name, None)), value)
+        }
+        if len(kept) < 2:
+            return kept or changes
+        errors = len(self.check({**config, **kept}).errors)
+        for name in list(kept):
+            fewer = {n: v for n, v in kept.items() if n != name}
+            if fewer and len(self.check({**config, **fewer}).errors) <= errors:
+                kept = fewer
+        return kept
+
+    def cures(self, config: dict[str, object], violation: Violation) -> bool:
+        """Whether a violation's fix makes the candidate valid."""
+        if violation.fix is None:
+            return False
+        if violation.rule == "V01":
+            rest = {n: v for n, v in config.items() if n not in violation.fields}
+            return self.check(rest).valid
+        return self.check({**config, **violation.fix}).valid
+
+    def _declared_changes(
+        self, config: dict[str, object], rule: Rule
+    ) -> Iterator[Mapping[str, object]]:
+        known = {n: v for n, v in config.items() if n in catalogue()}
+        given = build_view(known, self._version, self._frontend, self._capabilities)
+        view = given if rule.layer == "given" else model_view(given)
+        for declared in rule.fixes:
+            changes = fix_changes(declared, view)
+            if changes:
+                yield changes
 
     def neighbours(
         self, config: dict[str, object], verdict: CheckResult
@@ -151,21 +235,13 @@ class _Search:
     def _declared(
         self, config: dict[str, object], violation: Violation
     ) -> Iterator[dict[str, object]]:
-        if violation.rule in ("V01", "T01"):
+        if violation.rule in _BUILT_IN:
             rest = {n: v for n, v in config.items() if n not in violation.fields}
             yield rest
             return
-        view = build_view(
-            {n: v for n, v in config.items() if n in catalogue()},
-            self._version,
-            self._frontend,
-            self._capabilities,
-        )
         for rule in self._rules.get(violation.rule, ()):
-            for declared in rule.fixes:
-                changes = fix_changes(declared, view if rule.layer == "given" else model_view(view))
-                if changes:
-                    yield {**config, **changes}
+            for changes in self._declared_changes(config, rule):
+                yield {**config, **changes}
 
     def _other_values(
         self, config: dict[str, object], violation: Violation

@@ -14,6 +14,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 MCORE_VERSIONS = ("0.16.1", "0.17.0", "0.18.0", "0.19.2")
@@ -93,7 +94,7 @@ def rule(
     implicit: bool = False,
 ) -> Callable[[Check], Check]:
     """Register a rule; `since` and `until` are Megatron-Core versions, both included."""
-    fixes: tuple[Fix, ...] = tuple(fix) if isinstance(fix, (tuple, list)) else (fix,)
+    fixes = (fix,) if isinstance(fix, Mapping) or callable(fix) else tuple(fix)
     first, last = MCORE_VERSIONS.index(since), MCORE_VERSIONS.index(until)
 
     def register(check: Check) -> Check:
@@ -162,10 +163,14 @@ def handed_over(frontend: str, *fields: str) -> Callable[[Callable[..., Any]], C
             if len(fields) == 1:
                 HANDED_OVER[frontend][name] = function
             else:
-                HANDED_OVER[frontend][name] = lambda c, n=name: function(c, n)
+                HANDED_OVER[frontend][name] = partial(_with_name, function, name)
         return function
 
     return register
+
+
+def _with_name(function: Callable[..., Any], name: str, view: Any) -> Any:
+    return function(view, name)
 
 
 _loaded = False

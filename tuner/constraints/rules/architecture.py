@@ -139,7 +139,7 @@ def gated_delta_net_is_described(c: Any) -> str | None:
 
 @rule("E10", TC)
 def sparse_attention_is_supported(c: Any) -> str | None:
-    """dsa with context parallelism (0.19: other than allgather), bias or fused rotary embeddings."""
+    """dsa with context parallelism (0.19: other than allgather), bias or fused rotary embedding."""
     if c.experimental_attention_variant != "dsa":
         return None
     if c.apply_rope_fusion:

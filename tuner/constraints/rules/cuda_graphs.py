@@ -220,10 +220,9 @@ def old_names_are_not_mixed(c: Any) -> str | None:
     if len(names) > 1:
         return "full_iteration and full_iteration_inference cannot be combined"
     scope, impl = c.inference_cuda_graph_scope, c.migrated_graph_impl
-    if names == {"full_iteration"}:
-        allowed, scopes = ("none", "local", "full_iteration"), (None, "none")
-    else:
-        allowed, scopes = ("none", "local"), (None, "block")
+    iteration = names == {"full_iteration"}
+    allowed = ["none", "local"] + ["full_iteration"] * iteration
+    scopes = (None, "none" if iteration else "block")
     if impl not in allowed:
         return f"{names.pop()} cannot be combined with cuda_graph_impl {impl}"
     if scope not in scopes:

@@ -105,6 +105,18 @@ def ucc_needs_more_connections(c: Any) -> str | None:
     return None
 
 
+@rule(
+    "P20",
+    "transformer/dot_product_attention.py: DotProductAttention.__init__",
+    fix=[{"context_parallel_size": 1}, {"transformer_impl": "transformer_engine"}],
+)
+def local_attention_excludes_context_parallel(c: Any) -> str | None:
+    """Context parallelism with local (not Transformer Engine) attention."""
+    if c.transformer_impl == "local" and c.context_parallel_size > 1:
+        return "context parallelism needs the attention of Transformer Engine"
+    return None
+
+
 def _no_cuda(c: Any) -> bool:
     return c.capabilities is not None and c.capabilities.cuda is False
 
@@ -162,4 +174,12 @@ def fine_offload_needs_te(c: Any) -> str | None:
     """Fine-grained offload when the machine is known to lack Transformer Engine."""
     if c.te_missing and c.fine_grained_activation_offloading:
         return "fine-grained offload needs the Transformer Engine layers, which are not installed"
+    return None
+
+
+@rule("K05", "capability of the machine", fix={"gradient_accumulation_fusion": False})
+def accumulation_fusion_needs_cuda(c: Any) -> str | None:
+    """gradient_accumulation_fusion on a machine without CUDA."""
+    if _no_cuda(c) and c.gradient_accumulation_fusion:
+        return "fused gradient accumulation is a CUDA kernel, and this machine has no GPU"
     return None

@@ -9,14 +9,22 @@ from tuner.constraints.registry import rule
 from tuner.constraints.rules import TRANSFORMER_CONFIG as TC
 from tuner.constraints.rules.cuda_graphs import no_recompute_of
 
-OFF: Mapping[str, object] = {
+_OFF: Mapping[str, object] = {
     "overlap_moe_expert_parallel_comm": False,
     "delay_wgrad_compute": False,
     "ep_overlap_early_attn_memory_release": False,
 }
 
 
-@rule("M21", TC, fix=[OFF])
+def overlap_off(c: Any) -> Mapping[str, object]:
+    """Turn the overlap off, also where comm_overlap asks for it."""
+    if c.comm_overlap is None:
+        return _OFF
+    wishes = {"overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False}
+    return {**_OFF, "comm_overlap": {**c.comm_overlap, **wishes}}
+
+
+@rule("M21", TC, fix=[overlap_off])
 def overlap_needs_expert_parallel(c: Any) -> str | None:
     """overlap_moe_expert_parallel_comm with one expert rank."""
     if c.overlap_moe_expert_parallel_comm and c.expert_model_parallel_size <= 1:
@@ -24,7 +32,7 @@ def overlap_needs_expert_parallel(c: Any) -> str | None:
     return None
 
 
-@rule("M22", TC, fix=[{"virtual_pipeline_model_parallel_size": 2}, OFF])
+@rule("M22", TC, fix=[{"virtual_pipeline_model_parallel_size": 2}, overlap_off])
 def overlap_in_a_pipeline_needs_interleaving(c: Any) -> str | None:
     """overlap_moe_expert_parallel_comm with a pipeline and no virtual stages."""
     if not c.overlap_moe_expert_parallel_comm or c.pipeline_model_parallel_size <= 1:
@@ -34,7 +42,7 @@ def overlap_in_a_pipeline_needs_interleaving(c: Any) -> str | None:
     return None
 
 
-@rule("M23", TC, fix=[{"moe_token_dispatcher_type": "alltoall"}, OFF])
+@rule("M23", TC, fix=[{"moe_token_dispatcher_type": "alltoall"}, overlap_off])
 def overlap_needs_alltoall(c: Any) -> str | None:
     """overlap_moe_expert_parallel_comm with a dispatcher other than alltoall or flex."""
     if not c.overlap_moe_expert_parallel_comm:
@@ -53,7 +61,7 @@ def overlap_needs_alltoall(c: Any) -> str | None:
             "recompute_method": None,
             "recompute_num_layers": None,
         },
-        OFF,
+        overlap_off,
     ],
 )
 def overlap_excludes_full_recompute(c: Any) -> str | None:
@@ -67,7 +75,7 @@ def overlap_excludes_full_recompute(c: Any) -> str | None:
     return None
 
 
-@rule("M25", TC, fix=[no_recompute_of("moe"), OFF], since="0.17.0")
+@rule("M25", TC, fix=[no_recompute_of("moe"), overlap_off], since="0.17.0")
 def overlap_excludes_moe_recompute(c: Any) -> str | None:
     """overlap_moe_expert_parallel_comm with moe listed for recompute, even when it is off."""
     if c.overlap_moe_expert_parallel_comm and "moe" in c.effective_recompute_modules:
@@ -75,7 +83,7 @@ def overlap_excludes_moe_recompute(c: Any) -> str | None:
     return None
 
 
-@rule("M26", TC, fix=[OFF])
+@rule("M26", TC, fix=[overlap_off])
 def overlap_needs_half_precision(c: Any) -> str | None:
     """overlap_moe_expert_parallel_comm in fp32."""
     if c.overlap_moe_expert_parallel_comm and not (c.bf16 or c.fp16):
@@ -83,7 +91,7 @@ def overlap_needs_half_precision(c: Any) -> str | None:
     return None
 
 
-@rule("M27", TC, fix=[{"moe_shared_expert_overlap": False}, OFF])
+@rule("M27", TC, fix=[{"moe_shared_expert_overlap": False}, overlap_off])
 def overlap_excludes_shared_expert_overlap(c: Any) -> str | None:
     """overlap_moe_expert_parallel_comm with moe_shared_expert_overlap."""
     if c.overlap_moe_expert_parallel_comm and c.moe_shared_expert_overlap:
@@ -91,7 +99,7 @@ def overlap_excludes_shared_expert_overlap(c: Any) -> str | None:
     return None
 
 
-@rule("M28", TC, fix=[OFF, {"mtp_num_layers": 1}])
+@rule("M28", TC, fix=[overlap_off, {"mtp_num_layers": 1}])
 def overlap_allows_one_mtp_layer(c: Any) -> str | None:
     """overlap_moe_expert_parallel_comm with more than one MTP layer (before 0.18: or one MTP
     layer without a pipeline; before 0.19 zero is refused too)."""
@@ -105,7 +113,7 @@ def overlap_allows_one_mtp_layer(c: Any) -> str | None:
     return None
 
 
-@rule("M29", TC, fix=[OFF])
+@rule("M29", TC, fix=[overlap_off])
 def overlap_needs_new_torch(c: Any) -> str | None:
     """overlap_moe_expert_parallel_comm with torch before 2.6."""
     if c.overlap_moe_expert_parallel_comm and c.torch_version < (2, 6):
@@ -159,7 +167,7 @@ def dispatch_overlap_stands_alone(c: Any) -> str | None:
     return None
 
 
-@rule("M49", TC, fix=[OFF], since="0.19.2")
+@rule("M49", TC, fix=[overlap_off], since="0.19.2")
 def ncclep_overlap_keeps_expert_input(c: Any) -> str | None:
     """overlap_moe_expert_parallel_comm over ncclep with expert_fc1 offloaded."""
     if not c.overlap_moe_expert_parallel_comm or c.moe_token_dispatcher_type != "flex":

@@ -11,7 +11,13 @@ from tuner.constraints.rules.megatron_lm_rewrites import VALIDATE
 _LM = ("megatron-lm",)
 
 
-@rule("A02", VALIDATE, frontends=_LM, layer="given")
+@rule(
+    "A02",
+    VALIDATE,
+    frontends=_LM,
+    layer="given",
+    fix=[lambda c: {"kv_channels": c.hidden_size // c.num_attention_heads}],
+)
 def head_size_is_whole(c: Any) -> str | None:
     """hidden_size is no multiple of num_attention_heads and kv_channels is not set."""
     if c.kv_channels is None and c.hidden_size % c.num_attention_heads:

@@ -420,3 +420,18 @@ def dispatcher_is_known(c: Any) -> str | None:
     if c.builds_experts and c.moe_token_dispatcher_type not in ("allgather", "alltoall", "flex"):
         return f"no dispatcher is called {c.moe_token_dispatcher_type!r}"
     return None
+
+
+@rule(
+    "M42",
+    "transformer/moe/experts.py: TEGroupedMLP.__init__",
+    fix=[{"bias_dropout_fusion": False}, {"add_bias_linear": False}],
+)
+def grouped_experts_with_bias_exclude_fused_dropout(c: Any) -> str | None:
+    """Grouped experts of Transformer Engine with add_bias_linear and bias_dropout_fusion."""
+    if not c.builds_experts or not c.moe_grouped_gemm:
+        return None
+    grouped = c.transformer_impl == "transformer_engine" and c.add_bias_linear
+    if grouped and c.bias_dropout_fusion:
+        return "grouped experts with bias do not support bias_dropout_fusion"
+    return None

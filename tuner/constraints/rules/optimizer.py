@@ -156,18 +156,21 @@ def gather_overlap_needs_distributed_optimizer(c: Any) -> str | None:
     return None
 
 
-@rule(
-    "O24",
-    BUILD,
-    fix=[
-        {"fp8_param_gather": False, "fp8_param": False, "reuse_grad_buf_for_mxfp8_param_ag": False},
-        {"optimizer_cpu_offload": False},
-    ],
-    frontends=("megatron-lm",),
-)
+_FP8_GATHER_OFF: Mapping[str, object] = {
+    "fp8_param": False,
+    "fp8_param_gather": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+}
+
+
+@rule("O24", BUILD, fix=[{"optimizer_cpu_offload": False}, _FP8_GATHER_OFF])
 def offloaded_optimizer_excludes_scaled_fp8(c: Any) -> str | None:
-    """optimizer_cpu_offload with fp8_param_gather and a recipe other than delayed."""
-    if c.optimizer_cpu_offload and c.fp8_param_gather and c.fp8_recipe != "delayed":
+    """optimizer_cpu_offload of fp8 parameters with a recipe other than delayed: the command line
+    of Megatron-LM refuses it, the others crash while the optimizer is built."""
+    if not c.optimizer_cpu_offload or not c.fp8_param_gather or c.fp8_recipe == "delayed":
+        return None
+    held = c.fp8 and c.fp8_param and c.use_distributed_optimizer
+    if c.frontend == "megatron-lm" or held:
         return "the offloaded optimizer can hold fp8 parameters only with the delayed recipe"
     return None
 
@@ -177,4 +180,32 @@ def step_overlap_excludes_reused_buffer(c: Any) -> str | None:
     """overlap_param_gather_with_optimizer_step with reuse_grad_buf_for_mxfp8_param_ag."""
     if c.overlap_param_gather_with_optimizer_step and c.reuse_grad_buf_for_mxfp8_param_ag:
         return "a reused gradient buffer cannot be gathered during the optimizer step"
+    return None
+
+
+FSDP = "distributed/fsdp/mcore_fsdp_adapter.py: FullyShardedDataParallel.__init__"
+
+
+@rule("D19", FSDP, fix=[{"gradient_accumulation_fusion": False}], since="0.17.0")
+def fsdp_accumulation_fusion_needs_te(c: Any) -> str | None:
+    """Megatron FSDP with gradient_accumulation_fusion and Transformer Engine before 2.10."""
+    if c.use_megatron_fsdp and c.gradient_accumulation_fusion and c.te < (2, 10):
+        return "Megatron FSDP fuses gradient accumulation from Transformer Engine 2.10 on"
+    return None
+
+
+@rule(
+    "D19",
+    FSDP,
+    fix=[{"cuda_graph_impl": "none"}, {"overlap_moe_expert_parallel_comm": False}],
+    since="0.18.0",
+)
+def fsdp_expert_overlap_excludes_layer_graphs(c: Any) -> str | None:
+    """Megatron FSDP with expert overlap and double buffers or graphs of layers."""
+    if not c.use_megatron_fsdp or not c.overlap_moe_expert_parallel_comm:
+        return None
+    if c.fsdp_double_buffer or c.megatron_fsdp_max_pool_double_buffer:
+        return "expert overlap under Megatron FSDP does not support double buffers"
+    if c.effective_cuda_graph_impl not in ("none", "full_iteration"):
+        return "expert overlap under Megatron FSDP does not support graphs of layers"
     return None
