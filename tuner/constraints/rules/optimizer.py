@@ -186,17 +186,20 @@ def step_overlap_excludes_reused_buffer(c: Any) -> str | None:
 FSDP = "distributed/fsdp/mcore_fsdp_adapter.py: FullyShardedDataParallel.__init__"
 
 
-@rule("D19", FSDP, fix=[{"gradient_accumulation_fusion": False}], since="0.17.0")
+@rule("D19", FSDP, kind="advice", fix=[{"gradient_accumulation_fusion": False}], since="0.17.0")
 def fsdp_accumulation_fusion_needs_te(c: Any) -> str | None:
     """Megatron FSDP with gradient_accumulation_fusion and Transformer Engine before 2.10."""
     if c.use_megatron_fsdp and c.gradient_accumulation_fusion and c.te < (2, 10):
-        return "Megatron FSDP fuses gradient accumulation from Transformer Engine 2.10 on"
+        return (
+            "the FSDP wrapper asserts when built: fused accumulation needs Transformer Engine 2.10"
+        )
     return None
 
 
 @rule(
     "D19",
     FSDP,
+    kind="advice",
     fix=[{"cuda_graph_impl": "none"}, {"overlap_moe_expert_parallel_comm": False}],
     since="0.18.0",
 )
@@ -205,7 +208,7 @@ def fsdp_expert_overlap_excludes_layer_graphs(c: Any) -> str | None:
     if not c.use_megatron_fsdp or not c.overlap_moe_expert_parallel_comm:
         return None
     if c.fsdp_double_buffer or c.megatron_fsdp_max_pool_double_buffer:
-        return "expert overlap under Megatron FSDP does not support double buffers"
+        return "the FSDP wrapper asserts when built: expert overlap excludes double buffers"
     if c.effective_cuda_graph_impl not in ("none", "full_iteration"):
-        return "expert overlap under Megatron FSDP does not support graphs of layers"
+        return "the FSDP wrapper asserts when built: expert overlap excludes graphs of layers"
     return None
