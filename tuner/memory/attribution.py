@@ -16,13 +16,14 @@ from torch.nn.modules import module as torch_module
 
 from trainables.megatron_core.cpu_device import _replaced
 from trainables.megatron_core.schedule import unwrapped
+from tuner.memory.categories import GRADIENTS, WEIGHTS, categorised
 from tuner.memory.recorder import Recorder
+from tuner.memory.trace import Trace
 
 BUILD = "build"
 FORWARD = "forward"
 BACKWARD = "backward"
 RECOMPUTE = "recompute"
-GRADIENTS = "gradient reduction"
 OPTIMIZER = "optimizer"
 STEP = "step"
 BACKWARD_PHASES = (BACKWARD, RECOMPUTE)
@@ -38,6 +39,7 @@ class Attribution:
         self._recorder = recorder
         self._codes: dict[int, int] = {}
         self._outer: list[tuple[int, int]] = []
+        self._forward_ends: list[int] = []
         self._recompute = recorder.phase_code(RECOMPUTE)
         self._backward = recorder.phase_code(BACKWARD)
 
@@ -45,12 +47,38 @@ class Attribution:
         """Learn the names of all modules; decoder layers are numbered over the whole model."""
         for chunk in chunks:
             model = unwrapped(chunk)
+            root = "loss" if model.post_process else "model"
             for name, module in model.named_modules():
                 match = _LAYER.match(name)
                 if match:
                     number = model.get_submodule(match[0]).layer_number - 1
                     name = f"decoder.layers.{number}{name[match.end() :]}"
-                self._codes[id(module)] = self._recorder.module_code(name)
+                self._codes[id(module)] = self._recorder.module_code(name or root)
+
+    def labels(self, chunks: list[Any]) -> dict[int, str]:
+        """The category of each block that holds weights or gradients."""
+        labels: dict[int, str] = {}
+
+        def label(tensor: Any, category: str) -> None:
+            block = self._recorder.block_of(tensor) if isinstance(tensor, torch.Tensor) else None
+            if block is not None:
+                labels.setdefault(block, category)
+
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                label(parameter.data, WEIGHTS)
+                label(getattr(parameter, "main_grad", None), GRADIENTS)
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+                label(buffer.param_data, WEIGHTS)
+                label(buffer.grad_data, GRADIENTS)
+        return labels
+
+    def categorised(self, labels: dict[int, str]) -> Trace:
+        """The finished trace with the category of every event."""
+        import numpy as np
+
+        ends = np.array(self._forward_ends, dtype=np.int64)
+        return categorised(self._recorder.trace(), labels, ends)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -61,7 +89,10 @@ class Attribution:
         def in_phase(name: str, function: Any) -> Any:
             def run(*args: Any, **kwargs: Any) -> Any:
                 with recorder.in_phase(name):
-                    return function(*args, **kwargs)
+                    result = function(*args, **kwargs)
+                if name == FORWARD:
+                    self._forward_ends.append(len(recorder))
+                return result
 
             return run
 

@@ -157,30 +157,24 @@ class Recorder:
         if life is not None:
             self._free(life)
 
-    def trace(
-        self, categorise: Callable[[Trace], tuple[Any, tuple[str, ...]]] | None = None
-    ) -> Trace:
-        """Everything recorded so far; `categorise` fills in the categories of the events."""
+    def __len__(self) -> int:
+        return len(self._block)
+
+    def trace(self) -> Trace:
+        """Everything recorded so far, without categories."""
         import numpy as np
 
-        events = len(self._block)
-        trace = Trace(
+        return Trace(
             block=np.array(self._block, dtype=np.int64),
             bytes=np.array(self._bytes, dtype=np.int64),
             module=np.array(self._module, dtype=np.int32),
             phase=np.array(self._phase, dtype=np.int32),
-            category=np.zeros(events, dtype=np.int32),
+            category=np.zeros(len(self), dtype=np.int32),
             module_names=tuple(self._module_names),
             phase_names=tuple(self._phase_names),
             category_names=("",),
             markers=tuple(self._markers),
         )
-        if categorise is None:
-            return trace
-        from dataclasses import replace
-
-        category, names = categorise(trace)
-        return replace(trace, category=category, category_names=names)
 
     def _allocate(self, life: _Life, size: int) -> None:
         life.size = size

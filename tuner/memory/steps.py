@@ -1,51 +1,78 @@
 """Runs the training steps of one rank without data and records them.
 
-For a process of its own: importing this module's functions' needs and running them leaves
-Megatron-Core's global state behind.
+For a process of its own: Megatron-Core is imported in surroundings that only a dry run wants, and
+its global state is left behind.
 """
 
 from __future__ import annotations
 
 import gc
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tuner.memory.request import LOCAL, DryRunRequest
 from tuner.memory.trace import MODEL_BUILT, Trace, step_end, step_start
 
 
-def record_steps(request: DryRunRequest) -> Trace:
-    """Build the model, run `request.steps` optimizer steps and return what was allocated."""
+@contextmanager
+def framework(layers: str, te_version: str, architecture: str) -> Iterator[None]:
+    """Surroundings in which Megatron-Core may be imported for dry runs, and must stay."""
     from trainables.megatron_core.cpu_device import without_compilation
+    from tuner.memory import collectives, fusion, te
+
+    with ExitStack() as stack:
+        stack.enter_context(collectives.collectives_finish_at_once())
+        if layers == LOCAL:
+            stack.enter_context(without_compilation())
+        else:
+            stack.enter_context(te.installed(te_version, architecture))
+            stack.enter_context(fusion.fusing())
+        yield
+
+
+def preload() -> None:
+    """Import what every dry run needs."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+
+def record_steps(request: DryRunRequest) -> tuple[Trace, dict[str, str]]:
+    """`record_in_framework` in a fresh framework, for a process that makes one dry run."""
+    with framework(request.layers, request.te_version, request.architecture):
+        return record_in_framework(request)
+
+
+def record_in_framework(request: DryRunRequest) -> tuple[Trace, dict[str, str]]:
+    """Build the model and run `request.steps` optimizer steps.
+
+    Gives what was allocated, categorised, and what the run took for granted. Needs `framework`.
+    """
     from trainables.megatron_core.plan import build_plan
-    from tuner.memory import attribution, collectives, cublas, device, fusion, te
+    from tuner.memory import attribution, collectives, cublas, device
     from tuner.memory.recorder import Recorder
     from tuner.memory.values import KnownValues
 
     local = request.layers == LOCAL
     with ExitStack() as stack:
-        stack.enter_context(collectives.collectives_finish_at_once())
-        if not local:
-            stack.enter_context(te.installed(request.te_version, request.architecture))
-        # Megatron-Core compiles its functions as its modules are imported, now and during the run.
-        stack.enter_context(without_compilation() if local else fusion.fusing())
-        plan = build_plan(_trial(request), use_transformer_engine=not local)
-        values = KnownValues(_routing_density(plan.transformer))
+        values = KnownValues(None)
         recorder = Recorder(host_counts=local, handlers=device.handlers(), values=values)
+        stack.enter_context(device.device_without_data(recorder, request.architecture))
+        plan = build_plan(_trial(request), use_transformer_engine=not local)
+        values.density = _routing_density(plan.transformer)
         if not local:
             backward = frozenset(map(recorder.phase_code, attribution.BACKWARD_PHASES))
             size = cublas.workspace_bytes(request.environment, request.architecture)
             recorder.handlers.update(cublas.workspace_handlers(size, backward))
-        stack.enter_context(device.device_without_data(recorder, request.architecture))
         stack.enter_context(collectives.lonely_rank(request.rank, request.world_size))
         watch = attribution.Attribution(recorder)
-        stack.enter_context(_no_garbage_collection())
+        stack.enter_context(_collecting_garbage_between_steps())
         stack.enter_context(recorder.recording())
-        _run(request, plan, recorder, watch)
-        return recorder.trace()
+        labels = _run(request, plan, recorder, watch)
+        return watch.categorised(labels), _assumptions(request)
 
 
-def _run(request: DryRunRequest, plan: Any, recorder: Any, watch: Any) -> None:
+def _run(request: DryRunRequest, plan: Any, recorder: Any, watch: Any) -> dict[int, str]:
+    """Build and step; gives the category of the blocks known by what they are."""
     from trainables.megatron_core.model import build_training_state
     from trainables.megatron_core.processes import initialize_parallel_state
     from trainables.megatron_core.schedule import TrainingStep
@@ -55,6 +82,7 @@ def _run(request: DryRunRequest, plan: Any, recorder: Any, watch: Any) -> None:
         initialize_parallel_state(plan, timeout_s=600.0)
         state = build_training_state(plan, initialize=False)
     watch.name_modules(state.chunks)
+    labels = watch.labels(state.chunks)
     recorder.mark(MODEL_BUILT)
     step = TrainingStep(plan, state)
     _file_under(recorder, OPTIMIZER, state.optimizer)
@@ -64,6 +92,7 @@ def _run(request: DryRunRequest, plan: Any, recorder: Any, watch: Any) -> None:
             recorder.mark(step_start(number))
             step(number)
             recorder.mark(step_end(number))
+    return labels
 
 
 def _file_under(recorder: Any, phase: str, optimizer: Any) -> None:
@@ -95,11 +124,23 @@ def _routing_density(transformer: Any) -> float | None:
     return transformer.get("moe_router_topk", 2) / experts if experts else None
 
 
-class _no_garbage_collection:  # noqa: N801 - reads as a context
-    """Collections between steps only, so that frees come at the same place in every process."""
+def _assumptions(request: DryRunRequest) -> dict[str, str]:
+    import megatron.core
+    import torch
 
-    def __enter__(self) -> None:
-        gc.disable()
+    stated = {"megatron_core": megatron.core.__version__, "torch": torch.__version__}
+    if request.layers != LOCAL:
+        stated |= {"transformer_engine": request.te_version, "gpu": request.architecture}
+    if request.model.get("num_moe_experts"):
+        stated["routing"] = "balanced: every expert receives the same number of tokens"
+    return stated
 
-    def __exit__(self, *exception: object) -> None:
+
+@contextmanager
+def _collecting_garbage_between_steps() -> Iterator[None]:
+    """So that frees come at the same place in every process."""
+    gc.disable()
+    try:
+        yield
+    finally:
         gc.enable()

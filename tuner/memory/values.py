@@ -25,11 +25,11 @@ class KnownValues:
     """Real values of small integer tensors, by tensor.
 
     `density` is the share of (token, expert) pairs that routing selects: top-k over the number of
-    experts, or None for models without experts.
+    experts; None for models without experts.
     """
 
     def __init__(self, density: float | None) -> None:
-        self._density = density
+        self.density = density
         self._values = WeakTensorKeyDictionary()
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -66,7 +66,7 @@ class KnownValues:
 
     def count(self, selection_shape: torch.Size, dims: tuple[int, ...] | None = None) -> float:
         """How many pairs routing selects along `dims` (default all) of a tensor of that shape."""
-        if self._density is None:
+        if self.density is None:
             raise UnsupportedError(
                 "a selection with unknown contents is counted in a model without experts",
                 field="num_moe_experts",
@@ -74,7 +74,7 @@ class KnownValues:
         size = 1
         for dim in range(len(selection_shape)) if dims is None else dims:
             size *= selection_shape[dim]
-        return size * self._density
+        return size * self.density
 
     def spread(self, shape: torch.Size, total: float, dtype: torch.dtype) -> torch.Tensor:
         """`total` things spread evenly over a tensor of `shape`, larger parts first."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tuner.memory.recorder import allocate
+from tuner.memory.recorder import active_recorder, allocate
 
 _GROUPED_CACHE_SINCE = (2, 11)
 """GroupedLinear hands out cached dummies from here on; before, it allocated them anew."""
@@ -61,7 +61,11 @@ def use_stream_workspaces() -> list[torch.Tensor]:
 
 def _workspace() -> torch.Tensor:
     size = 32 * 1024 * 1024 + 1024 if process.hopper_or_later else 4_194_304
-    return allocate((size,), torch.uint8)
+    recorder = active_recorder()
+    if recorder is None:
+        return allocate((size,), torch.uint8)
+    with recorder.in_module("Transformer Engine workspace"):
+        return allocate((size,), torch.uint8)
 
 
 def weight_gradient(

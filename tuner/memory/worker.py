@@ -1,0 +1,98 @@
+"""A process that makes dry runs, for `worker_pool`.
+
+`python -m tuner.memory.worker LAYERS TE_VERSION ARCHITECTURE` imports Megatron-Core once, then
+reads requests from standard input, one JSON document a line: `{"request": {...}, "trace": PATH}`.
+Each is run in a fork, so that none sees what another left behind. The answer, one line, is
+`{"assumptions": {...}}`, or `{"error": KIND, "message": ..., "field": ..., "fix": ...}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(layers: str, te_version: str, architecture: str) -> None:
+    """Serve requests until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else prints must not get between the answers
+    import warnings
+
+    warnings.simplefilter("ignore")
+    import torch
+
+    torch.set_num_threads(1)
+    from tuner.memory.steps import framework, preload
+
+    with framework(layers, te_version, architecture):
+        preload()
+        for line in sys.stdin:
+            answers.write(json.dumps(_in_fork(json.loads(line))) + "\n")
+            answers.flush()
+
+
+def _in_fork(job: dict[str, Any]) -> dict[str, Any]:
+    """Run one job in a child process; its answer comes back through a pipe."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        try:
+            answer = _answer(job)
+        except BaseException as error:  # the child must not return into the parent's loop
+            answer = _as_error(error)
+        with os.fdopen(writing, "w") as pipe:
+            json.dump(answer, pipe)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if not text:
+        return {"error": "crash", "message": f"the dry run died with status {status}"}
+    document: dict[str, Any] = json.loads(text)
+    return document
+
+
+def _answer(job: dict[str, Any]) -> dict[str, Any]:
+    from tuner.memory.request import DryRunRequest
+    from tuner.memory.steps import record_in_framework
+
+    request = DryRunRequest.from_json(job["request"])
+    os.environ.update(request.environment)
+    trace, assumptions = record_in_framework(request)
+    trace.save(Path(job["trace"]))
+    return {"assumptions": assumptions}
+
+
+def _as_error(error: BaseException) -> dict[str, Any]:
+    from trainables.errors import TrialSpecError
+    from tuner.errors import InputError
+    from tuner.memory.errors import UnsupportedError
+
+    if isinstance(error, InputError):
+        kind = "unsupported" if isinstance(error, UnsupportedError) else "input"
+        return {
+            "error": kind,
+            "message": error.message,
+            "field": error.field,
+            "fix": error.fix,
+        }
+    if isinstance(error, (TrialSpecError, ValueError, AssertionError)):
+        return {"error": "input", "message": str(error) or _place(error), "field": "", "fix": ""}
+    return {"error": "crash", "message": f"{type(error).__name__}: {error} {_place(error)}"}
+
+
+def _place(error: BaseException) -> str:
+    """Where the error was raised, and what the line says."""
+    import traceback
+
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"(in {Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

@@ -1,0 +1,116 @@
+"""Worker processes that make dry runs, kept for the life of this process."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from tuner.errors import InputError
+from tuner.memory.errors import UnsupportedError
+from tuner.memory.request import DryRunRequest
+from tuner.memory.trace import Trace
+
+
+class DryRunError(RuntimeError):
+    """A dry run failed for a reason that is no fault of the request."""
+
+
+class _Worker:
+    """One worker process; serves one request at a time."""
+
+    def __init__(self, request: DryRunRequest, mcore: Path | None) -> None:
+        environment = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+        environment["PYTHONHASHSEED"] = "0"
+        if mcore is not None:
+            paths = [str(mcore), environment.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        command = [sys.executable, "-m", "tuner.memory.worker"]
+        command += [request.layers, request.te_version, request.architecture]
+        self._lock = threading.Lock()
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the worker
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+            text=True,
+        )
+
+    def run(self, request: DryRunRequest) -> tuple[Trace, dict[str, str]]:
+        with self._lock, tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
+            path = Path(folder) / "trace.npz"
+            answer = self._ask({"request": request.to_json(), "trace": str(path)})
+            if "error" in answer:
+                raise _error(answer)
+            return Trace.load(path), answer["assumptions"]
+
+    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            stdin.write(json.dumps(job) + "\n")
+            stdin.flush()
+            line = stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self._log.seek(0)
+            raise DryRunError(f"the dry-run worker ended: {self._log.read()[-2000:]}")
+        document: dict[str, Any] = json.loads(line)
+        return document
+
+    def stop(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.terminate()
+        self._process.wait()
+
+
+_workers: dict[Any, _Worker] = {}
+_workers_lock = threading.Lock()
+
+
+def record(request: DryRunRequest, mcore: Path | None = None) -> tuple[Trace, dict[str, str]]:
+    """The trace of a request and what it took for granted, made in a worker process.
+
+    Raises UnsupportedError, InputError or DryRunError.
+    """
+    key = (os.getpid(), request.layers, request.te_version, request.architecture, mcore)
+    with _workers_lock:
+        if key not in _workers:
+            _workers[key] = _Worker(request, mcore)
+    try:
+        return _workers[key].run(request)
+    except DryRunError:
+        with _workers_lock:
+            worker = _workers.pop(key, None)
+        if worker is not None:
+            worker.stop()
+        raise
+
+
+def stop_workers() -> None:
+    """End all workers of this process."""
+    with _workers_lock:
+        mine = [key for key in _workers if key[0] == os.getpid()]
+        for key in mine:
+            _workers.pop(key).stop()
+
+
+atexit.register(stop_workers)
+
+
+def _error(answer: dict[str, Any]) -> Exception:
+    if answer["error"] == "crash":
+        return DryRunError(answer["message"])
+    kind = UnsupportedError if answer["error"] == "unsupported" else InputError
+    return kind(answer["message"], field=answer["field"], fix=answer["fix"])
