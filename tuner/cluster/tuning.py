@@ -240,10 +240,9 @@ def _conclude(
     records: StudyRecords,
     interrupted: bool,
 ) -> TuningRun:
-    """Bring MLflow up to the study, and write the summary and the best candidate."""
+    """Write the summary and the best candidate, then bring MLflow up to the study."""
     trials = study.records()
     metric = prepared.job.objective.maximize
-    records.reconcile(trials, prepared.world_size_of)
     done = sum(record.outcome != Outcome.INTERRUPTED.value for record in trials)
     spent = done >= prepared.job.budget.trials
     because = "interrupted" if interrupted else "budget spent" if spent else "no trial left to run"
@@ -263,6 +262,7 @@ def _conclude(
         write_best(directory, prepared, best)
         artifacts.append(directory.best_path)
         metrics[f"best_{metric}"] = float(getattr(best.measurement, metric))
+    records.reconcile(trials, prepared.world_size_of)
     records.finish("KILLED" if interrupted else "FINISHED", metrics, artifacts)
     return TuningRun(summary, interrupted)
 

@@ -63,10 +63,12 @@ class StudyRecords:
     def reconcile(
         self, records: Iterable[TrialRecord], world_size_of: Callable[[Candidate], int]
     ) -> None:
-        """Bring MLflow to what the study says: missing runs are made, unended ones ended.
+        """Bring MLflow to what the study says: missing runs are made, unended ones ended."""
+        self._try(lambda: self._reconcile(records, world_size_of))
 
-        Raises mlflow's own exception where the store cannot be reached.
-        """
+    def _reconcile(
+        self, records: Iterable[TrialRecord], world_size_of: Callable[[Candidate], int]
+    ) -> None:
         ended = {
             int(run.data.tags[_TRIAL_TAG])
             for run in self._find(f"tags.{_STUDY_TAG} = '{self._study_id}'")
@@ -78,6 +80,9 @@ class StudyRecords:
 
     def finish(self, status: str, metrics: Mapping[str, float], artifacts: Iterable[Path]) -> None:
         """End the parent run ("FINISHED" or "KILLED") with the best figures and its files."""
+        self._try(lambda: self._finish(status, metrics, artifacts))
+
+    def _finish(self, status: str, metrics: Mapping[str, float], artifacts: Iterable[Path]) -> None:
         self._log_metrics(self.parent_run_id, metrics)
         for path in artifacts:
             self._client.log_artifact(self.parent_run_id, str(path))
@@ -101,10 +106,9 @@ class StudyRecords:
         run = self._client.create_run(
             self._experiment_id, tags=tags, run_name=f"trial {number:04d}: {tags['layout']}"
         )
-        params = [Param(k, _param_text(v)) for k, v in candidate.to_flat().items()]
-        self._client.log_batch(
-            run.info.run_id, params=[*params, Param("world_size", str(world_size))]
-        )
+        flat = {**candidate.to_flat(), "world_size": world_size}
+        params = [Param(name, _param_text(value)) for name, value in flat.items()]
+        self._client.log_batch(run.info.run_id, params=params)
         self._children[number] = run.info.run_id
         return str(run.info.run_id)
 
@@ -156,7 +160,10 @@ class StudyRecords:
         except Exception as error:
             # Any store may fail in any way; trials must go on, and reconcile() makes up for it.
             if not self._complained:
-                _LOG.warning("MLflow did not take a record (%s); it will be retried", error)
+                _LOG.warning(
+                    "MLflow did not take a record (%s); `tuner tune --resume` writes it again",
+                    error,
+                )
             self._complained = True
 
 
@@ -216,10 +223,11 @@ def _experiment(client: MlflowClient, name: str, uri: str, study_dir: Path) -> s
 
 
 def _quiet_mlflow() -> None:
-    """Bound how long MLflow retries, and silence its migration log."""
+    """Bound how long MLflow retries; no migration log, no usage statistics."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
