@@ -209,12 +209,11 @@ def bridge_provide(candidate: BridgeCandidate) -> None:
         model.transformer_layer_spec = before
 
 
+#: Settled by the container; its layers are always those of Transformer Engine.
+SETTLED = ("transformer_config", "ddp_config", "optimizer_config", "attention_parts")
+
 STAGES: tuple[Callable[[Any], None], ...] = (
     bridge,
     bridge_provide,
-    *(
-        stage
-        for stage in mcore_stages.STAGES
-        if stage.__name__ not in ("transformer_config", "ddp_config", "optimizer_config")
-    ),
+    *(stage for stage in mcore_stages.STAGES if stage.__name__ not in SETTLED),
 )

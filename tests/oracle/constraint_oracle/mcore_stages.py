@@ -5,6 +5,7 @@ A stage raises what the package raises. ``sanity`` is the one check no package m
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,10 @@ from constraint_oracle import groups, runtime_stage, values
 from constraint_oracle.candidate import RUN_KEYS, Candidate, field_names
 
 HANG_AFTER_CHUNKS = 4096
+
+
+class _PastTheChecksError(Exception):
+    """Raised where checks end and work begins."""
 
 
 def _classes() -> tuple[type, type]:
@@ -71,23 +76,29 @@ def _stage_layers(candidate: Candidate) -> Iterator[tuple[int, int | None, int]]
     for rank in range(stages):
         chunks = [None] if virtual is None else range(virtual)
         for chunk in chunks:
-            with _pipeline_rank(rank):
+            with _pipeline_rank(rank, virtual):
                 count = get_num_layers_to_build(model, vp_stage=chunk, pp_rank=rank)
                 get_transformer_layer_offset(model, vp_stage=chunk, pp_rank=rank)
             yield rank, chunk, count
 
 
 @contextmanager
-def _pipeline_rank(rank: int) -> Iterator[None]:
-    """A pipeline layout asks parallel_state for the rank instead of taking it."""
+def _pipeline_rank(rank: int, virtual: int | None) -> Iterator[None]:
+    """A pipeline layout asks parallel_state for rank and chunks instead of taking them."""
     from megatron.core import parallel_state
 
-    before = parallel_state.get_pipeline_model_parallel_rank
-    parallel_state.get_pipeline_model_parallel_rank = lambda: rank
+    answers = {
+        "get_pipeline_model_parallel_rank": lambda: rank,
+        "get_virtual_pipeline_model_parallel_world_size": lambda: virtual,
+    }
+    before = {name: getattr(parallel_state, name) for name in answers}
+    for name, answer in answers.items():
+        setattr(parallel_state, name, answer)
     try:
         yield
     finally:
-        parallel_state.get_pipeline_model_parallel_rank = before
+        for name, function in before.items():
+            setattr(parallel_state, name, function)
 
 
 def layer_split(candidate: Candidate) -> None:
@@ -237,6 +248,36 @@ def model_parts(candidate: Candidate) -> None:
         divide(candidate.get("seq_length") // model.context_parallel_size, tensor)
 
 
+def attention_parts(candidate: Candidate) -> None:
+    """Megatron-Core's own attention, which a job with transformer_impl local is built of."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    if candidate.model.transformer_impl != "local":
+        return
+    with _building_stops():
+        DotProductAttention(
+            candidate.model,
+            layer_number=1,
+            attn_mask_type=AttnMaskType.causal,
+            attention_type="self",
+            pg_collection=_Unbuilt(),
+        )
+
+
+class _Unbuilt:
+    """Stands for what a layer is built of; the first look at it ends the building."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _PastTheChecksError
+
+
+@contextmanager
+def _building_stops() -> Iterator[None]:
+    with contextlib.suppress(_PastTheChecksError):
+        yield
+
+
 def _has_dense_layers(model: Any) -> bool:
     frequency = model.moe_layer_freq
     if isinstance(frequency, int):
@@ -251,9 +292,10 @@ def moe_parts(candidate: Candidate) -> None:
     model = candidate.model
     if model.num_moe_experts is None:
         return
-    groups = _expert_groups(model)
+    if model.moe_grouped_gemm and model.transformer_impl == "transformer_engine":
+        _grouped_experts(model, pg_collection=_expert_groups(model))
     layer = MoELayer.__new__(MoELayer)
-    BaseMoELayer.__init__(layer, model, layer_number=1, pg_collection=groups)
+    BaseMoELayer.__init__(layer, model, layer_number=1, pg_collection=_expert_groups(model))
     layer.train()
     try:
         MoELayer.forward(layer, None)
@@ -261,6 +303,14 @@ def moe_parts(candidate: Candidate) -> None:
         raise
     except Exception:  # past its checks the forward needs the parts that were not built
         return
+
+
+def _grouped_experts(model: Any, pg_collection: Any) -> None:
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    local = max(1, model.num_moe_experts // model.expert_model_parallel_size)
+    with _building_stops():
+        TEGroupedMLP(local, model, _Unbuilt(), pg_collection=pg_collection)
 
 
 def _expert_groups(model: Any) -> types.SimpleNamespace:
@@ -271,10 +321,6 @@ def _expert_groups(model: Any) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         tp=tensor, ep=expert, expt_tp=expert_tensor, tp_ep=both, cp=groups.Group([0])
     )
-
-
-class _PastTheChecksError(Exception):
-    """Raised where the schedule begins to work."""
 
 
 def schedule(candidate: Candidate) -> None:
@@ -359,6 +405,7 @@ STAGES: tuple[Callable[[Candidate], None], ...] = (
     optimizer_config,
     sanity,
     model_parts,
+    attention_parts,
     moe_parts,
     runtime_stage.runtime_modelled,
 )

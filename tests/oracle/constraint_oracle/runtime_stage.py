@@ -32,6 +32,8 @@ def _token_prediction(candidate: Candidate) -> None:
 
 def _dispatcher(candidate: Candidate) -> None:
     """MoELayer.__init__ and the managers of MoEFlexTokenDispatcher."""
+    from megatron.core.transformer.moe import token_dispatcher
+
     model = candidate.model
     if model.num_moe_experts is None:
         return
@@ -40,7 +42,10 @@ def _dispatcher(candidate: Candidate) -> None:
         raise ValueError(f"Unsupported token dispatcher type: {kind}")
     backend = getattr(model, "moe_flex_dispatcher_backend", "deepep")
     ranks = model.expert_tensor_parallel_size * model.expert_model_parallel_size
-    if kind == "flex" and backend in ("deepep", "ncclep") and ranks <= 1:
+    needing_ranks = ["deepep"]
+    if hasattr(token_dispatcher, "_NCCLEPManager"):
+        needing_ranks.append("ncclep")
+    if kind == "flex" and backend in needing_ranks and ranks <= 1:
         raise AssertionError("DeepEP dispatcher requires TPxEP > 1")
 
 

@@ -19,6 +19,10 @@ def to_python(field: str, value: Any) -> Any:
         return getattr(torch, DTYPES[value])
     if field == "activation_func" and value in ACTIVATIONS:
         return _activation(value)
+    if field == "attention_backend" and isinstance(value, str):
+        from megatron.core.transformer.enums import AttnBackend
+
+        return AttnBackend[value]
     return copy.deepcopy(value)
 
 
