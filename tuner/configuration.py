@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.errors import InputError
@@ -15,14 +16,14 @@ _RUN_KEYS = ("world_size", "seq_length", "global_batch_size", "micro_batch_size"
 _DEFAULT_MCORE = "0.16.1"
 
 
-def full_configuration(document: Mapping[str, Any], *, mcore: str, where: str) -> dict[str, Any]:
+def full_configuration(
+    document: Mapping[str, Any], *, mcore: str, where: str, base_folder: Path = Path()
+) -> dict[str, Any]:
     """Everything the rules look at, of an input `{model, world_size, config, ...}`.
 
     Fields inside `config` win over those of `model`; without a `config` key the whole document is
     the flat configuration. Raises InputError where `model` or `config` cannot be used.
     """
-    from tuner.models import get_model
-
     if "config" not in document:
         return _plain(document, where)
     config = document["config"]
@@ -31,13 +32,33 @@ def full_configuration(document: Mapping[str, Any], *, mcore: str, where: str) -
     model: dict[str, Any] = {}
     if document.get("model") is not None:
         try:
-            model = rule_fields(get_model(document["model"]), mcore)
+            model = rule_fields(resolve_model(document["model"], base_folder), mcore)
         except InputError as error:
             raise error.at(where, "model") from None
         except (ValueError, TypeError) as error:
             raise InputError(str(error), where=where, field="model") from None
     run = {key: document[key] for key in _RUN_KEYS if document.get(key) is not None}
     return {**model, **_precision(document, model), **run, **_plain(config, where)}
+
+
+def resolve_model(model: str | Mapping[str, Any], base_folder: Path) -> ModelSpec:
+    """A model as users name it: a catalogue name, `{hf_config: PATH}`, or architecture fields.
+
+    A mapping of fields may start from a catalogue model with `base: NAME`; paths are relative to
+    `base_folder`. Raises ModelSpecError or InputError (both ValueError).
+    """
+    from tuner.models import ModelSpec, from_hf_config, get_model
+
+    if isinstance(model, Mapping) and "hf_config" in model:
+        others = sorted(set(model) - {"hf_config"})
+        if others:
+            raise InputError(f"`hf_config` stands alone, without {', '.join(others)}")
+        return from_hf_config(base_folder / str(model["hf_config"]))
+    if isinstance(model, Mapping) and "base" in model:
+        fields = {name: value for name, value in model.items() if name != "base"}
+        base = get_model(str(model["base"]))
+        return ModelSpec.from_flat({**base.to_flat(), **fields}, name=f"{base.name}, changed")
+    return get_model(model)
 
 
 def rule_fields(model: ModelSpec, mcore: str) -> dict[str, Any]:

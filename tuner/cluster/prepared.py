@@ -10,11 +10,11 @@ from typing import Any
 
 from tuner.candidate import Candidate
 from tuner.cluster.placement import Placement, place
-from tuner.configuration import rule_fields
+from tuner.configuration import resolve_model, rule_fields
 from tuner.errors import EnvironmentLacksError, InputError
 from tuner.job import Job
 from tuner.measurement import TrialSpec
-from tuner.models import ModelSpec, get_model
+from tuner.models import ModelSpec
 from tuner.search.space import SearchSpace
 from tuner.search.validity import ValidityChecker, why_nothing_is_valid
 
@@ -107,22 +107,6 @@ def prepare(job: Job, *, where: str, base_folder: Path) -> PreparedJob:
     for position, flat in enumerate(job.search.start):
         _check_start(prepared, flat, where, f"search.start[{position}]")
     return prepared
-
-
-def resolve_model(model: str | Mapping[str, Any], base_folder: Path) -> ModelSpec:
-    """The model of a job: a catalogue name, `{hf_config: PATH}`, or fields with `base: NAME`."""
-    if isinstance(model, Mapping) and "hf_config" in model:
-        from tuner.models import from_hf_config
-
-        others = sorted(set(model) - {"hf_config"})
-        if others:
-            raise InputError(f"`hf_config` stands alone, without {', '.join(others)}")
-        return from_hf_config(base_folder / str(model["hf_config"]))
-    if isinstance(model, Mapping) and "base" in model:
-        fields = {name: value for name, value in model.items() if name != "base"}
-        base = get_model(str(model["base"]))
-        return ModelSpec.from_flat({**base.to_flat(), **fields}, name=f"{base.name}, changed")
-    return get_model(model)
 
 
 def installed_mcore() -> str:

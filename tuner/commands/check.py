@@ -31,7 +31,7 @@ def run_check(
         return _check_lines(jsonl, mcore, frontend, fix=fix)
     assert config is not None
     document = read_yaml_mapping(config)
-    flat = full_configuration(document, mcore=mcore, where=str(config))
+    flat = full_configuration(document, mcore=mcore, where=str(config), base_folder=config.parent)
     answer = _answer(flat, mcore, frontend, fix=fix)
     if as_json:
         print_json(answer)
@@ -62,7 +62,7 @@ def _check_lines(path: Path, mcore: str, frontend: str, *, fix: bool) -> int:
             document = json.loads(line)
             if not isinstance(document, dict):
                 raise InputError("is not a JSON object", where=where)
-            flat = full_configuration(document, mcore=mcore, where=where)
+            flat = full_configuration(document, mcore=mcore, where=where, base_folder=path.parent)
             answer = _answer(flat, mcore, frontend, fix=fix)
         except (ValueError, RecursionError) as error:
             message = str(error) if isinstance(error, InputError) else f"{where}: {error}"

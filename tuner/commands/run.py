@@ -51,7 +51,7 @@ def run_one(config: Path, folder: Path | None, *, as_json: bool) -> int:
 
 def spec_of(document: Mapping[str, Any], *, where: str, base_folder: Path) -> TrialSpec:
     """The trial a file of the form of best.yaml asks for. Raises InputError naming the field."""
-    from tuner.cluster.prepared import resolve_model
+    from tuner.configuration import resolve_model
 
     for key in _REQUIRED:
         if document.get(key) is None:
