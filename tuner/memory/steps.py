@@ -48,7 +48,7 @@ def record_in_framework(request: DryRunRequest) -> tuple[Trace, dict[str, str]]:
     Gives what was allocated, categorised, and what the run took for granted. Needs `framework`.
     """
     from trainables.megatron_core.plan import build_plan
-    from tuner.memory import attribution, collectives, cublas, device
+    from tuner.memory import attribution, collectives, cublas, device, script
     from tuner.memory.recorder import Recorder
     from tuner.memory.values import KnownValues
 
@@ -57,7 +57,8 @@ def record_in_framework(request: DryRunRequest) -> tuple[Trace, dict[str, str]]:
         values = KnownValues(None)
         recorder = Recorder(host_counts=local, handlers=device.handlers(), values=values)
         stack.enter_context(device.device_without_data(recorder, request.architecture))
-        plan = build_plan(_trial(request), use_transformer_engine=not local)
+        config, attention_mask = script.megatron_core_config(request.config)
+        plan = build_plan(_trial(request, config), use_transformer_engine=not local)
         values.density = _routing_density(plan.transformer)
         if not local:
             backward = frozenset(map(recorder.phase_code, attribution.BACKWARD_PHASES))
@@ -67,16 +68,19 @@ def record_in_framework(request: DryRunRequest) -> tuple[Trace, dict[str, str]]:
         watch = attribution.Attribution(recorder)
         stack.enter_context(_collecting_garbage_between_steps())
         stack.enter_context(recorder.recording())
-        labels = _run(request, plan, recorder, watch)
+        labels = _run(request, plan, recorder, watch, attention_mask)
         return watch.categorised(labels), _assumptions(request)
 
 
-def _run(request: DryRunRequest, plan: Any, recorder: Any, watch: Any) -> dict[int, str]:
+def _run(
+    request: DryRunRequest, plan: Any, recorder: Any, watch: Any, attention_mask: bool
+) -> dict[int, str]:
     """Build and step; gives the category of the blocks known by what they are."""
     from trainables.megatron_core.model import build_training_state
     from trainables.megatron_core.processes import initialize_parallel_state
     from trainables.megatron_core.schedule import TrainingStep
     from tuner.memory.attribution import BUILD, OPTIMIZER, STEP
+    from tuner.memory.script import ScriptStep
 
     with recorder.in_phase(BUILD):
         initialize_parallel_state(plan, timeout_s=600.0)
@@ -84,7 +88,9 @@ def _run(request: DryRunRequest, plan: Any, recorder: Any, watch: Any) -> dict[i
     watch.name_modules(state.chunks)
     labels = watch.labels(state.chunks)
     recorder.mark(MODEL_BUILT)
-    step = TrainingStep(plan, state)
+    step: Any = ScriptStep(plan, state, attention_mask)
+    if request.layers == LOCAL:
+        step = TrainingStep(plan, state)
     _file_under(recorder, OPTIMIZER, state.optimizer)
     with watch.active(), recorder.in_phase(STEP):
         for number in range(1, request.steps + 1):
@@ -105,12 +111,12 @@ def _file_under(recorder: Any, phase: str, optimizer: Any) -> None:
     optimizer.step = step
 
 
-def _trial(request: DryRunRequest) -> Any:
+def _trial(request: DryRunRequest, config: dict[str, Any]) -> Any:
     from tuner.measurement import TrialSpec
 
     return TrialSpec(
         model=dict(request.model),
-        config=dict(request.config),
+        config=config,
         world_size=request.world_size,
         seq_length=request.seq_length,
         global_batch_size=request.global_batch_size,

@@ -1,0 +1,128 @@
+"""The training script around Megatron-Core: its own settings, its batches and its loss.
+
+Batches and loss are those of Megatron-LM's `pretrain_gpt.py` (`get_batch_on_this_tp_rank`,
+`loss_func`): the first and last pipeline stages hold the batch on the device while they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trainables.megatron_core.schedule import unwrapped
+from tuner.memory.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+ATTENTION_MASK = "create_attention_mask_in_dataloader"
+
+_RENAMED = {"ddp_average_in_collective": "average_in_collective"}
+"""Settings of training scripts that Megatron-Core's classes know under another name."""
+
+_UNMODELLED = {
+    "use_megatron_fsdp": "Megatron-FSDP is not modelled",
+    "use_torch_fsdp2": "PyTorch's FSDP2 is not modelled",
+    "fp8_param_gather": "weights held in FP8 are not modelled",
+    "fp8_param": "weights held in FP8 are not modelled",
+    "tp_comm_overlap": "userbuffers of overlapped tensor-parallel communication are not modelled",
+    "fp8_dot_product_attention": "attention in FP8 is not modelled",
+    "fp8_multi_head_attention": "attention in FP8 is not modelled",
+}
+
+
+def megatron_core_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """A flat configuration in Megatron-Core's names, and whether batches hold attention masks.
+
+    Raises UnsupportedError for settings the dry run does not cover.
+    """
+    fields = {_RENAMED.get(name, name): value for name, value in config.items()}
+    for name, message in _UNMODELLED.items():
+        if fields.get(name):
+            raise UnsupportedError(message, field=name, fix="unset it")
+        fields.pop(name, None)
+    if fields.get("transformer_impl") == "local":
+        raise UnsupportedError(
+            "the local layers are modelled on the CPU only",
+            field="transformer_impl",
+            fix="use transformer_engine",
+        )
+    return fields, bool(fields.pop(ATTENTION_MASK, False))
+
+
+class ScriptStep:
+    """One optimizer step of a rank, as `TrainingStep` but with a training script's batches."""
+
+    def __init__(self, plan: Any, state: Any, attention_mask: bool) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self._plan, self._state = plan, state
+        self._attention_mask = attention_mask
+        self._forward_backward = get_forward_backward_func()
+
+    def __call__(self, index: int) -> None:
+        state, layout = self._state, self._plan.layout
+        for chunk in state.chunks:
+            chunk.zero_grad_buffer()
+        state.optimizer.zero_grad()
+        self._forward_backward(
+            forward_step_func=_forward_step,
+            data_iterator=[self._batches(unwrapped(chunk)) for chunk in state.chunks],
+            model=state.chunks,
+            num_microbatches=layout.num_microbatches,
+            seq_length=self._plan.seq_length,
+            micro_batch_size=layout.micro_batch_size,
+            forward_only=False,
+        )
+        state.optimizer.step()
+
+    def _batches(self, model: Any) -> Iterator[dict[str, torch.Tensor]] | None:
+        """This rank's micro-batches for one model chunk; None where it reads nothing."""
+        first = model.pre_process or model.mtp_process
+        last = model.post_process
+        if not (first or last):
+            return None
+        return self._made_batches(first, last)
+
+    def _made_batches(self, first: bool, last: bool) -> Iterator[dict[str, torch.Tensor]]:
+        import torch
+
+        size, length = self._plan.layout.micro_batch_size, self._plan.seq_length
+        for _ in range(self._plan.layout.num_microbatches):
+            batch: dict[str, torch.Tensor] = {}
+            if first:
+                for name in ("tokens", "position_ids"):
+                    batch[name] = torch.empty(size, length, dtype=torch.int64, device="cuda")
+            if last:
+                batch["labels"] = torch.empty(size, length, dtype=torch.int64, device="cuda")
+                batch["loss_mask"] = torch.empty(size, length, dtype=torch.float32, device="cuda")
+            if self._attention_mask:
+                shape = (size, 1, length, length)
+                batch["attention_mask"] = torch.empty(shape, dtype=torch.bool, device="cuda")
+            yield batch
+
+
+def _forward_step(data: Any, model: Any) -> Any:
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    batch = get_batch_on_this_cp_rank(next(data)) if data is not None else {}
+    output = model(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        batch.get("attention_mask"),
+        labels=batch.get("labels"),
+        loss_mask=batch.get("loss_mask"),
+    )
+    return output, partial(_loss, batch.get("loss_mask"))
+
+
+def _loss(loss_mask: Any, output: torch.Tensor) -> Any:
+    import torch
+
+    losses = output.view(-1).float()
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses * mask)
+    tokens = mask.sum().clone().detach().to(torch.int)
+    report = torch.cat([loss.clone().detach().view(1), tokens.view(1)])
+    return loss, tokens, {"lm loss": report}
