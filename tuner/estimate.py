@@ -7,7 +7,7 @@ of the GPU. Step time is not estimated here: its fields stand at null.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
@@ -15,6 +15,7 @@ from tuner.errors import InputError
 from tuner.hardware import Gpu, get_gpu
 from tuner.memory.allocator_replay import AllocatorReplay, Fit, explain_fit
 from tuner.memory.allocator_settings import AllocatorSettings
+from tuner.memory.categories import activations_at, breakdown_at
 from tuner.memory.fixed_costs import FixedCosts, fixed_costs
 from tuner.models import MODEL_FIELDS, ModelSpec, ModelSpecError, get_model
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 _RUN_FIELDS = ("world_size", "seq_length", "global_batch_size", "gpu", "gpus_per_node", "precision")
 _PRECISIONS = ("bf16", "fp16", "fp32")
 _TIMELINE_POINTS = 400
-_WORKSPACES = "library workspaces"
 
 TraceOf = Callable[["EstimateRequest", int], "Trace"]
 """Gives the trace of a rank: the dry run, or a stand-in that has it already."""
@@ -42,6 +42,7 @@ class EstimateRequest:
     gpu: Gpu
     gpus_per_node: int
     precision: str = "bf16"
+    te_version: str | None = None
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> EstimateRequest:
@@ -67,6 +68,7 @@ class EstimateRequest:
             gpu=gpu,
             gpus_per_node=int(run.get("gpus_per_node") or gpu.gpus_per_node),
             precision=_precision(run.get("precision", "bf16")),
+            te_version=document.get("te_version"),
         )
 
 
@@ -121,13 +123,14 @@ class RankEstimate:
             "reserved_bytes": self.replay.peak_reserved_bytes,
             "static_bytes": static_bytes(self.trace, self.replay),
             "fragmentation": self.replay.fragmentation,
-            "breakdown": breakdown(self.trace, peak_event(self.replay)),
+            "breakdown": dict(breakdown_at(self.trace, peak_event(self.replay))),
+            "activations": dict(activations_at(self.trace, peak_event(self.replay))),
             "timeline": timeline(self.trace, self.replay),
         }
 
 
 def estimate_rank(request: EstimateRequest, rank: int, trace: Trace) -> RankEstimate:
-    """Replay the trace of one rank, with the workspaces that libraries take first."""
+    """Replay the trace of one rank, without a limit and under the memory of the GPU."""
     from tuner.memory.allocator_replay import replay
 
     model, candidate = request.model, request.candidate
@@ -138,17 +141,15 @@ def estimate_rank(request: EstimateRequest, rank: int, trace: Trace) -> RankEsti
         world_size=request.world_size,
         moe=model.num_moe_experts is not None,
         hidden_bytes=2 * tokens * model.hidden_size,
-        transformer_engine=dict(candidate.extra).get("transformer_impl") != "local",
     )
     settings = AllocatorSettings.from_environment(dict(candidate.env))
-    full = with_workspaces(trace, [item.bytes for item in fixed.items if item.inside])
-    capacity = request.gpu.usable_memory_bytes - fixed.outside_bytes
+    capacity = request.gpu.usable_memory_bytes - fixed.total_bytes
     return RankEstimate(
         rank=rank,
         stage=rank // (request.world_size // candidate.pipeline_model_parallel_size),
-        trace=full,
-        replay=replay(full, settings),
-        fit=explain_fit(full, capacity_bytes=capacity, settings=settings),
+        trace=trace,
+        replay=replay(trace, settings),
+        fit=explain_fit(trace, capacity_bytes=capacity, settings=settings),
         fixed=fixed,
     )
 
@@ -183,6 +184,7 @@ def dry_run_trace(request: EstimateRequest, rank: int) -> Trace:
     """The trace of a dry run of real Megatron-Core."""
     from tuner.memory import dry_run
 
+    options: dict[str, Any] = {"te_version": request.te_version} if request.te_version else {}
     return dry_run(
         request.model,
         request.candidate,
@@ -191,52 +193,14 @@ def dry_run_trace(request: EstimateRequest, rank: int) -> Trace:
         global_batch_size=request.global_batch_size,
         precision=request.precision,
         rank=rank,
+        architecture=request.gpu.architecture,
+        **options,
     ).trace
-
-
-def with_workspaces(trace: Trace, sizes: Sequence[int]) -> Trace:
-    """The trace with blocks of these sizes allocated first and never freed."""
-    import numpy as np
-
-    if not sizes:
-        return trace
-    count = len(sizes)
-    first = int(trace.block.max()) + 1 if len(trace) else 0
-
-    def before(values: Any, of: Any) -> Any:
-        return np.concatenate([np.asarray(values, dtype=of.dtype), of])
-
-    return replace(
-        trace,
-        block=before(range(first, first + count), trace.block),
-        bytes=before(sizes, trace.bytes),
-        module=before([len(trace.module_names)] * count, trace.module),
-        phase=before([len(trace.phase_names)] * count, trace.phase),
-        category=before([len(trace.category_names)] * count, trace.category),
-        module_names=(*trace.module_names, _WORKSPACES),
-        phase_names=(*trace.phase_names, "start"),
-        category_names=(*trace.category_names, _WORKSPACES),
-        markers=tuple((event + count, name) for event, name in trace.markers),
-    )
 
 
 def peak_event(run: AllocatorReplay) -> int:
     """The event after which most bytes were allocated; the first of several."""
     return int(run.allocated_bytes.argmax()) if len(run.allocated_bytes) else 0
-
-
-def breakdown(trace: Trace, event: int) -> dict[str, int]:
-    """Bytes alive after `event` by what they hold, largest first."""
-    import numpy as np
-
-    alive = trace.alive_at(event)
-    totals = np.bincount(
-        trace.category[alive], weights=trace.bytes[alive], minlength=len(trace.category_names)
-    )
-    named = {
-        name: int(size) for name, size in zip(trace.category_names, totals, strict=True) if size
-    }
-    return dict(sorted(named.items(), key=lambda entry: -entry[1]))
 
 
 def static_bytes(trace: Trace, run: AllocatorReplay) -> int | None:

@@ -1,13 +1,12 @@
-"""Device memory that no tensor of the model explains: context, communicators, workspaces.
+"""Device memory outside PyTorch's allocator: CUDA context, communicators, userbuffers.
 
-Figures and their sources stand in `fixed_costs.yaml`. What lies outside PyTorch's allocator takes
-from what the allocator may reserve; what lies inside is part of allocated bytes.
+It takes from what the allocator may reserve. Figures and their sources stand in
+`fixed_costs.yaml`. Workspaces of cuBLAS and Transformer Engine are not here: libraries take them
+from PyTorch's allocator, and the dry run records them.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -37,11 +36,10 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True)
 class FixedCost:
-    """One item. `inside` says whether PyTorch's allocator holds it (and reports it)."""
+    """One item and where its figure comes from."""
 
     name: str
     bytes: int
-    inside: bool
     source: str
 
 
@@ -52,24 +50,13 @@ class FixedCosts:
     items: tuple[FixedCost, ...]
 
     @property
-    def inside_bytes(self) -> int:
-        """Bytes that PyTorch's allocator holds for libraries."""
-        return sum(item.bytes for item in self.items if item.inside)
-
-    @property
-    def outside_bytes(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes that the device lacks for PyTorch's allocator."""
-        return sum(item.bytes for item in self.items if not item.inside)
+        return sum(item.bytes for item in self.items)
 
     def to_json(self) -> list[dict[str, Any]]:
         return [
-            {
-                "name": item.name,
-                "bytes": item.bytes,
-                "inside_allocator": item.inside,
-                "source": item.source,
-            }
-            for item in self.items
+            {"name": item.name, "bytes": item.bytes, "source": item.source} for item in self.items
         ]
 
 
@@ -117,7 +104,6 @@ def fixed_costs(
     world_size: int,
     moe: bool = False,
     hidden_bytes: int = 0,
-    transformer_engine: bool = True,
 ) -> FixedCosts:
     """The fixed costs of a rank of `candidate` on `gpu`.
 
@@ -125,70 +111,42 @@ def fixed_costs(
     which Transformer Engine's userbuffers repeat when `tp_comm_overlap` is set.
     """
     data = _data()
-    hopper = gpu.compute_capability >= (9, 0) and gpu.vendor == "nvidia"  # or newer
-    overlap = candidate.tensor_model_parallel_size > 1 and bool(
-        dict(candidate.extra).get("tp_comm_overlap")
-    )
     opened = communicators(
         candidate, world_size=world_size, link_domain=gpu.link_domain_gpus, moe=moe
     )
+    lazy = gpu.compute_capability >= (9, 0) and gpu.vendor == "nvidia"
     items = [
-        _item("CUDA context", data["cuda_context"][gpu.architecture], inside=False),
-        *(_nccl(communicator, hopper, data["nccl"]) for communicator in opened),
-        _cublas(gpu, dict(candidate.env).get("CUBLAS_WORKSPACE_CONFIG", ""), data["cublas"]),
+        _item("CUDA context", data["cuda_context"][gpu.architecture]),
+        *(_nccl(communicator, lazy, data["nccl"]) for communicator in opened),
     ]
-    if transformer_engine:
-        items += _transformer_engine(hopper, overlap, moe, data["transformer_engine"])
-    if overlap:
-        entry = data["transformer_engine"]["userbuffers"]
-        size = entry["value"] * hidden_bytes
-        items.append(FixedCost("userbuffers", size, False, entry["source"]))
+    overlaps = dict(candidate.extra).get("tp_comm_overlap")
+    if candidate.tensor_model_parallel_size > 1 and overlaps:
+        entry = data["userbuffers"]
+        items.append(FixedCost("userbuffers", entry["value"] * hidden_bytes, entry["source"]))
     return FixedCosts(tuple(items))
 
 
-def _item(name: str, entry: dict[str, Any], *, inside: bool, times: int = 1) -> FixedCost:
-    size = entry["value"] if "value" in entry else int(entry["mib"] * _MIB)
-    return FixedCost(name, size * times, inside, entry["source"])
+def _item(name: str, entry: dict[str, Any]) -> FixedCost:
+    return FixedCost(name, int(entry["mib"] * _MIB), entry["source"])
 
 
-def _nccl(communicator: Communicator, hopper: bool, data: dict[str, Any]) -> FixedCost:
-    """Buffers of a communicator: rings for collectives, channels to each peer otherwise."""
+def _nccl(communicator: Communicator, lazy: bool, data: dict[str, Any]) -> FixedCost:
+    """Buffers of a communicator: rings for collectives, channels to each peer otherwise.
+
+    `lazy`: NCCL connects an algorithm at its first use, as versions for newer GPUs do: rings only.
+    """
     name = f"NCCL {communicator.group} ({communicator.ranks} ranks)"
-    channel = data["channel_mib"]["mib"] * _MIB
+    channel = data["channel"]["mib"] * _MIB
     if communicator.peers_in_domain or communicator.peers_over_network:
         size = channel * (
             communicator.peers_in_domain * data["channels_per_peer"]["value"]
             + communicator.peers_over_network * data["network_channels_per_peer"]["value"]
         )
-        return FixedCost(name, size, False, data["channel_mib"]["source"])
-    if hopper:  # the NCCL of that time connects an algorithm at its first use: rings only
+        return FixedCost(name, size, data["channel"]["source"])
+    if lazy:
         size = channel * data["collective_channels"]["value"]
-        return FixedCost(name, size, False, data["collective_channels"]["source"])
-    entry = data["collective_mib"]["pair" if communicator.ranks == 2 else "more"]
-    return _item(name, entry, inside=False)
-
-
-def _cublas(gpu: Gpu, configured: str, data: dict[str, Any]) -> FixedCost:
-    """Workspaces by architecture, or as CUBLAS_WORKSPACE_CONFIG says (":KIB:COUNT" repeated)."""
-    entry = data["hopper" if gpu.architecture == "hopper" else "other"]
-    pairs = re.findall(r":(\d+):(\d+)", configured)
-    if pairs:
-        entry = {
-            "value": sum(int(kib) * int(count) << 10 for kib, count in pairs),
-            "source": f"CUBLAS_WORKSPACE_CONFIG={configured}",
-        }
-    return _item("cuBLAS workspaces", entry, inside=True, times=data["threads"]["value"])
-
-
-def _transformer_engine(
-    hopper: bool, overlap: bool, moe: bool, data: dict[str, Any]
-) -> Iterator[FixedCost]:
-    entry = data["gemm_hopper_bytes" if hopper else "gemm_older_bytes"]
-    streams = data["userbuffer_streams"]["value"] if overlap else 1
-    yield _item("Transformer Engine workspace", entry, inside=True, times=streams)
-    if moe:
-        grouped = data["grouped_gemm_streams"]["value"]
-        yield _item("Transformer Engine grouped workspace", entry, inside=True, times=grouped)
+        return FixedCost(name, size, data["collective_channels"]["source"])
+    return _item(name, data["collective"]["pair" if communicator.ranks == 2 else "more"])
 
 
 @cache

@@ -45,4 +45,4 @@ class Launch:
             "gpu": self.gpu,
             "gpus_per_node": self.gpus_per_node,
             "precision": self.precision,
-        }
+        } | ({"te_version": self.te_version} if self.te_version else {})

@@ -106,7 +106,6 @@ _CONFIG_OPTIONS = {
         "pipeline_model_parallel_layout",
         "microbatch_group_size_per_vp_stage",
         "calculate_per_token_loss",
-        "ddp_average_in_collective",
         "num_distributed_optimizer_instances",
         "use_megatron_fsdp",
         "data_parallel_sharding_strategy",
@@ -130,6 +129,7 @@ _CONFIG_OPTIONS = {
 } | {
     "microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group_size_per_vp_stage",
     "fp8-format": "fp8",
+    "ddp-average-in-collective": "average_in_collective",
 }
 _NEGATIVE_OPTIONS = {
     "no-gradient-accumulation-fusion": "gradient_accumulation_fusion",
@@ -195,7 +195,8 @@ def model_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     if fields.get("multi_latent_attention"):
         fields.pop("num_query_groups", None)
         fields.pop("rotary_percent", None)
-        fields["rope_type"] = options.get("rope-type") or "rope"
+        if options.get("rope-type"):
+            fields["rope_type"] = options["rope-type"]
     return fields
 
 
@@ -208,6 +209,8 @@ def config_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     for option, field in _NEGATIVE_OPTIONS.items():
         if options.get(option):
             fields[field] = False
+    if options.get("squared-relu"):
+        fields["bias_activation_fusion"] = False  # no fused kernel for it
     if options.get("use-flash-attn"):
         fields["attention_backend"] = "flash"
     if fields.get("tensor_model_parallel_size", 1) == 1:

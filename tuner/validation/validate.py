@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tuner.candidate import Candidate
 from tuner.errors import InputError
 from tuner.estimate import EstimateRequest, peak_ranks
 from tuner.validation.conversion import launch_of
@@ -147,10 +149,35 @@ def compare(rows: Iterable[Mapping[str, Any]], estimator: Estimator) -> Validati
 
 
 def estimate_launch(launch: Launch, ranks: list[int]) -> Mapping[str, Any]:
-    """The dry-run estimate of these ranks of a launch."""
+    """The dry-run estimate of these ranks of a launch.
+
+    Fields that the installed Megatron-Core does not have are left out and named in the document's
+    `assumptions`: published runs come from other versions.
+    """
     from tuner.estimate import estimate
 
-    return estimate(launch.to_json(), ranks=ranks)
+    known, unknown = _known_fields(launch.config)
+    document = estimate(dataclasses.replace(launch, config=known).to_json(), ranks=ranks)
+    if unknown:
+        document["assumptions"]["fields_left_out"] = unknown
+    return document
+
+
+def _known_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The fields that a candidate or the installed Megatron-Core knows, and the names of others."""
+    from importlib.metadata import version
+
+    from tuner.constraints.fields import catalogue
+
+    candidate = {field.name for field in dataclasses.fields(Candidate)}
+    minor = ".".join(version("megatron-core").split(".")[:2])
+    fields = {
+        name
+        for name, field in catalogue().items()
+        if any(known.startswith(minor) for known in field.default)
+    }
+    unknown = sorted(set(config) - candidate - fields)
+    return {name: value for name, value in config.items() if name not in unknown}, unknown
 
 
 def ranks_of(launch: Launch, measured: MeasuredMemory) -> list[int]:

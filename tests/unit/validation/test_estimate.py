@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tuner.errors import InputError
-from tuner.estimate import EstimateRequest, breakdown, estimate, peak_ranks, with_workspaces
+from tuner.estimate import EstimateRequest, estimate, peak_ranks
 from tuner.memory.trace import Trace, step_end, step_start
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -56,11 +56,9 @@ def test_the_document_is_json_and_holds_the_agreed_fields():
 
 def test_peak_static_and_breakdown_agree_with_the_trace():
     rank = estimated()["ranks"][0]
-    workspaces = rank["breakdown"]["library workspaces"]
-    assert rank["allocated_bytes"] == pytest.approx(40 * GIB + workspaces, abs=4 * MIB)
-    assert rank["static_bytes"] == pytest.approx(10 * GIB + workspaces, abs=4 * MIB)
-    assert rank["breakdown"]["activations"] == 30 * GIB
-    assert rank["breakdown"]["weights"] == 10 * GIB
+    assert rank["allocated_bytes"] == 40 * GIB
+    assert rank["static_bytes"] == 10 * GIB
+    assert rank["breakdown"] == {"activations": 30 * GIB, "weights": 10 * GIB}
 
 
 @pytest.mark.parametrize(("peak", "fits"), [(70 * GIB, True), (79 * GIB, False)])
@@ -75,14 +73,6 @@ def test_the_timeline_keeps_the_peak():
     assert max(line["allocated_bytes"]) == estimated()["peak_allocated_bytes"]
     assert len(line["event"]) == len(line["reserved_bytes"])
     assert line["markers"][-1][1] == step_end(1)
-
-
-def test_workspaces_come_first_and_move_the_markers():
-    trace = with_workspaces(small_trace(), [100, 200])
-    assert trace.bytes[:2].tolist() == [100, 200]
-    assert len(set(trace.block[:2].tolist()) | {0, 1}) == 4
-    assert trace.marker(step_start(1)) == 3
-    assert breakdown(trace, 1) == {"library workspaces": 300}
 
 
 class TestRequest:
