@@ -332,7 +332,6 @@ def test_recompute_never_raises_the_peak(
         ("llama tp2 pp2 layernorm", "llama tp2 pp2"),
         ("llama", "llama dp no distributed optimizer"),
         ("llama tp2", "llama tp2 micro-batch 2"),
-        ("llama tp2", "llama tp2 no sequence parallel"),
         ("llama pp2", "llama pp2 vpp2"),
         ("llama pp2", "llama"),
         ("llama bf16", "llama"),
