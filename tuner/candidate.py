@@ -193,7 +193,9 @@ def _module_tuple(name: str, value: object) -> tuple[str, ...]:
         value = value.split(",")
     if not isinstance(value, Sequence) or not all(isinstance(v, str) for v in value):
         raise InputError(
-            f"{value!r} is not a list of module names", field=name, fix="write e.g. [core_attn, mlp]"
+            f"{value!r} is not a list of module names",
+            field=name,
+            fix="write e.g. [core_attn, mlp]",
         )
     return tuple(sorted({v.strip() for v in value} - {""}))
 

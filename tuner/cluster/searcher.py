@@ -54,6 +54,7 @@ class StudySearcher(Searcher):
         self._deadline = None if wall_clock_s is None else time.monotonic() + wall_clock_s
         self._on_start, self._on_end = on_start, on_end
         self._running: dict[str, Proposal] = {}
+        self.ended_because = "budget spent"
 
     def set_search_properties(
         self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any
@@ -61,11 +62,14 @@ class StudySearcher(Searcher):
         return True
 
     def suggest(self, trial_id: str) -> Any:
-        out_of_time = self._deadline is not None and time.monotonic() > self._deadline
-        if self._left <= 0 or out_of_time:
+        if self._left <= 0:
+            return Searcher.FINISHED
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self.ended_because = "wall-clock budget spent"
             return Searcher.FINISHED
         proposal = self._study.ask()
         if proposal is None:
+            self.ended_because = "the space has no other valid candidate"
             return Searcher.FINISHED
         self._left -= 1
         self._running[trial_id] = proposal

@@ -171,7 +171,7 @@ def _tensors_move() -> Iterator[None]:
     def to_device(self: Any, *args: object, **kwargs: object) -> Any:
         return self if self.is_meta else self.to("meta")
 
-    def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+    def tensor(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
         values = make(*args, **kwargs)
         if device is None or torch.device(device).type == "cpu":
             return values

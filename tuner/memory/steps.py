@@ -19,7 +19,7 @@ from tuner.memory.trace import MODEL_BUILT, Trace, step_end, step_start
 def framework(layers: str, te_version: str, architecture: str) -> Iterator[None]:
     """Surroundings in which Megatron-Core may be imported for dry runs, and must stay."""
     from trainables.megatron_core.cpu_device import without_compilation
-    from tuner.memory import collectives, fusion, te
+    from tuner.memory import collectives, fusion, kernels, te
 
     with ExitStack() as stack:
         stack.enter_context(collectives.collectives_finish_at_once())
@@ -27,6 +27,7 @@ def framework(layers: str, te_version: str, architecture: str) -> Iterator[None]
             stack.enter_context(without_compilation())
         else:
             stack.enter_context(te.installed(te_version, architecture))
+            stack.enter_context(kernels.triton_launches_nothing())
             stack.enter_context(fusion.fusing())
         yield
 

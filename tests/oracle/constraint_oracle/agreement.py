@@ -54,7 +54,7 @@ def tuner_judge(mcore: str, frontend: str) -> Judge:
     from tuner.constraints import check
 
     def judge(config: Mapping[str, Any]) -> tuple[bool, dict[str, Any], list[str]]:
-        result = check(dict(config), mcore=mcore, frontend=frontend)
+        result = check(dict(config), mcore=mcore, frontend=frontend, fixes=False)
         errors = [one.rule for one in result.violations if one.kind == "error"]
         return result.valid, dict(result.rewrites), errors
 

@@ -103,7 +103,7 @@ class BridgeCandidate(Candidate):
 
 
 #: What Megatron Bridge's training recipes set where a candidate says nothing.
-RECIPE_DDP = {"average_in_collective": True}
+RECIPE_DDP = {"average_in_collective": True, "grad_reduce_in_fp32": True}
 
 
 def _checkpoint(given: Mapping[str, Any]) -> dict[str, Any]:

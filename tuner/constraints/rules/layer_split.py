@@ -365,14 +365,6 @@ def layers_divide_into_virtual_stages(c: Any) -> str | None:
     return None
 
 
-@rule("L15", BUILD, fix=[_ACCOUNT_OFF, {"virtual_pipeline_model_parallel_size": None}])
-def accounted_end_stages_keep_layers(c: Any) -> str | None:
-    """Embedding or loss leave the first or last virtual stage with a negative layer count."""
-    if _accounting_active(c) and c.chunk_layers is not None and min(c.chunk_layers) < 0:
-        return "the stage that holds the embedding or the loss has no room for a layer"
-    return None
-
-
 @rule("L16", LAYOUT, fix=[_LAYOUT_OFF])
 def layout_stages_divide_over_ranks(c: Any) -> str | None:
     """The number of stages in the layout is no multiple of the pipeline size."""

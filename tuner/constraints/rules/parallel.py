@@ -125,8 +125,8 @@ def expert_tensor_parallel_defaults_to_tensor_parallel(c: Any) -> object:
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that is at most `limit`."""
-    return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
+    """The largest divisor of `number` that is at most `limit`; 1 when either is below 1."""
+    return next((d for d in range(min(number, limit), 0, -1) if number % d == 0), 1)
 
 
 def _fewer_tensor_ranks(number: int, c: Any) -> Mapping[str, object]:
@@ -206,14 +206,6 @@ def experts_divide_over_expert_ranks(c: Any) -> str | None:
     experts, ranks = c.num_moe_experts, c.expert_model_parallel_size
     if experts and experts > 0 and experts % ranks:
         return f"{experts} experts cannot be split over {ranks} expert-parallel ranks"
-    return None
-
-
-@rule("P09", TC, fix={"pipeline_model_parallel_size": 1})
-def pipeline_size_is_positive(c: Any) -> str | None:
-    """pipeline_model_parallel_size is 0 or negative."""
-    if c.pipeline_model_parallel_size <= 0:
-        return "pipeline_model_parallel_size must be at least 1"
     return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.machinery
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from tuner.memory.errors import UnsupportedError
+from tuner.memory.kernels import modules_in_place
 from tuner.memory.recorder import allocate
 from tuner.memory.te import (
     attention,
@@ -186,16 +186,8 @@ def installed(version: str, architecture: str) -> Iterator[None]:
     """
     state.reset(version, architecture)
     made = _made_modules(version)
-    before = {name: sys.modules.get(name) for name in made}
-    sys.modules.update(made)
-    try:
+    with modules_in_place(made):
         yield
-    finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
 
 
 def _made_modules(version: str) -> dict[str, ModuleType]:
