@@ -3,7 +3,7 @@
 Runs a study of real CPU trials, then each of its trials again with torchrun from the spec file the
 study left, and compares wall time: for the tuner from the end of one trial to the end of the next
 (so asking, placement, launch, telling and MLflow all count), by hand from start to exit of
-torchrun. Rounds alternate to share the machine's mood. Prints one JSON summary.
+torchrun. Run it on an otherwise idle machine. Prints one JSON summary.
 
     python benchmarks/overhead.py --trials 6
 """
@@ -11,6 +11,7 @@ torchrun. Rounds alternate to share the machine's mood. Prints one JSON summary.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -59,7 +60,7 @@ def measure(folder: Path, trials: int) -> dict[str, object]:
     whole_s = time.time() - started
     rows = []
     ends = trial_ends(study)
-    for (_, before), (number, end) in zip(ends, ends[1:], strict=False):
+    for (_, before), (number, end) in itertools.pairwise(ends):
         by_hand_s = run_by_hand(study / "trials" / f"{number:04d}" / "spec.json", folder)
         rows.append({"trial": number, "tuner_s": end - before, "by_hand_s": by_hand_s})
     added = [row["tuner_s"] - row["by_hand_s"] for row in rows]
