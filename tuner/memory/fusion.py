@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,10 +54,17 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    """A result that is no tensor."""
+
+    value: Any
+
+
 class _Kernel:
     """One function compiled for one combination of shapes, types and other arguments.
 
-    Each result is either a new tensor of known shape and type, or one of the arguments.
+    Each result is a new tensor of known shape and type, one of the arguments, or no tensor.
     """
 
     def __init__(self, results: list[Any], structure: Any) -> None:
@@ -81,6 +89,9 @@ class _Kernel:
         }
         results: list[Any] = []
         for output in outputs:
+            if not isinstance(output, torch.Tensor):
+                results.append(_Constant(output))
+                continue
             owner = owners.get(id(output.untyped_storage()))
             if owner is None:
                 results.append((tuple(output.shape), output.dtype))
@@ -91,10 +102,12 @@ class _Kernel:
         return cls(results, shape)
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        outputs = [
-            leaves[result] if isinstance(result, int) else allocate(*result)
-            for result in self._results
-        ]
+        outputs: list[Any] = []
+        for result in self._results:
+            if isinstance(result, _Constant):
+                outputs.append(result.value)
+            else:
+                outputs.append(leaves[result] if isinstance(result, int) else allocate(*result))
         return tree_unflatten(outputs, self._structure)
 
 
