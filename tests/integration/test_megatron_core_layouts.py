@@ -79,6 +79,13 @@ DEEPSEEK = {
 }
 GPT_OSS = {
     **LLAMA,
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 64,
+    "moe_router_topk": 2,
+    "activation_func": "quick_gelu",
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+    "add_bias_linear": True,
     "softmax_type": "learnable",
     "window_size": [16, 0],
     "window_attn_skip_freq": 2,
@@ -183,7 +190,10 @@ CASES: dict[str, dict[str, Any]] = {
         "config": layout() | selective("mla_up_proj"),
     },
     "gpt-oss": {"model": GPT_OSS, "config": layout()},
-    "gpt-oss tp2 pp2": {"model": GPT_OSS, "config": TP2_PP2},
+    "gpt-oss tp2 pp2 ep2": {
+        "model": GPT_OSS,
+        "config": {**TP2_PP2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    },
 }
 
 

@@ -328,6 +328,26 @@ def equal_groups_are_shared() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def lone_ranks_do_not_reduce() -> Iterator[None]:
+    """transformer/mlp.py adds an expert's bias in place to what `RowParallelLinear` returns.
+
+    With a tensor parallel size of 1 that is its input as a view made by a custom function, which
+    autograd refuses to change. Transformer Engine's layer returns a plain tensor.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    original = layers.reduce_from_tensor_model_parallel_region
+
+    def reduce(tensor: Any, group: Any = None) -> Any:
+        if group is not None and group.size() == 1:
+            return tensor
+        return original(tensor, group=group)
+
+    with replaced(layers, reduce_from_tensor_model_parallel_region=reduce):
+        yield
+
+
 PATCHES: tuple[Callable[[], Any], ...] = (
     current_device_is_cpu,
     streams_do_nothing,
@@ -340,6 +360,7 @@ PATCHES: tuple[Callable[[], Any], ...] = (
     expert_splits_become_arrays,
     uneven_collectives_work,
     equal_groups_are_shared,
+    lone_ranks_do_not_reduce,
 )
 """Patches of `cpu_device`, in the order they are applied."""
 

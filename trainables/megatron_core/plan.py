@@ -201,7 +201,8 @@ def _python_value(name: str, value: object) -> object:
 
 def _activation_function(name: str) -> Callable[..., Any]:
     import torch.nn.functional as functional
-    from megatron.core.activations import quick_gelu, squared_relu
+    from megatron.core.activations import squared_relu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
     functions: dict[str, Callable[..., Any]] = {
         "gelu": functional.gelu,
@@ -271,18 +272,25 @@ def _transformer_defaults(
 
 
 def _can_fuse_activation(fields: Mapping[str, Any]) -> bool:
-    """Whether `TransformerConfig.__post_init__` accepts bias_activation_fusion for this MLP."""
+    """Whether `TransformerConfig` and every MLP accept bias_activation_fusion.
+
+    `MLP.forward` (transformer/mlp.py) fuses the activation of an expert, which has a weight per
+    token, for SwiGLU without bias and gated quick GELU; of a dense MLP for SwiGLU and GELU.
+    """
     activation = fields.get("activation_func", "gelu")
     gated = bool(fields.get("gated_linear_unit"))
-    if activation == "gelu":
-        has_bias = bool(fields.get("add_bias_linear", True))
-        # MLP.forward refuses a fused GEGLU inside a mixture of experts.
-        return (gated and not fields.get("num_moe_experts")) or (not gated and has_bias)
-    return (
-        activation in ("silu", "quick_gelu")
-        and gated
-        and not (activation == "silu" and fields.get("glu_linear_offset"))
+    bias = bool(fields.get("add_bias_linear", True))
+    experts = bool(fields.get("num_moe_experts"))
+    only_experts = (
+        experts
+        and fields.get("moe_layer_freq", 1) == 1
+        and not fields.get("moe_shared_expert_intermediate_size")
     )
+    if activation == "gelu":
+        return not experts and (gated or bias)
+    if activation == "silu":
+        return gated and not (experts and bias) and not fields.get("glu_linear_offset")
+    return activation == "quick_gelu" and gated and only_experts
 
 
 def _can_fuse_gradient_accumulation() -> bool:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import torch
     from megatron.core.models.gpt import GPTModel
 
+_SINK = ".softmax_offset"
+_RANDOM_VECTORS = (_SINK, ".router.bias")
+"""Ends of the names of vectors that Megatron-Core draws at random; the others are constant."""
+
 _CHUNK_ELEMENTS = 1 << 20
 _DECODER_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -46,18 +50,18 @@ class Shard:
 
 
 def initialize_weights(model: GPTModel, seed: int) -> None:
-    """Overwrite the matrices of one unwrapped model chunk; vectors keep Megatron's values.
+    """Overwrite the random weights of one unwrapped model chunk; constant ones stay.
 
-    Matrices are uniform with the standard deviation Megatron-Core gives the same weight
+    They are uniform with the standard deviation Megatron-Core gives the same weight
     (`init_method_std`, and that over sqrt(2 * num_layers) for the two projections that write to
-    the residual stream). Norm weights and biases are constants in Megatron-Core already.
+    the residual stream).
     """
     import torch
 
     config = model.config
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() < 2 and not name.endswith(".softmax_offset"):
+            if parameter.dim() < 2 and not name.endswith(_RANDOM_VECTORS):
                 continue
             whole_name = _whole_name(name, model)
             std = config.init_method_std
@@ -92,9 +96,8 @@ def _whole_name(name: str, model: GPTModel) -> str:
 def _shard(name: str, parameter: torch.Tensor, config: object) -> Shard:
     from megatron.core import parallel_state
 
-    if not getattr(parameter, "tensor_model_parallel", False) and not name.endswith(
-        ".softmax_offset"
-    ):
+    # Sinks are per head, and so split, but do not say so.
+    if not getattr(parameter, "tensor_model_parallel", False) and not name.endswith(_SINK):
         return Shard(None, 0, 1)
     if _ROUTED_EXPERT.search(name):
         rank = parallel_state.get_expert_tensor_parallel_rank()
@@ -124,7 +127,11 @@ def _fill(parameter: torch.Tensor, shard: Shard, stream: int, std: float) -> Non
     in_place = type(parameter.data) is torch.Tensor
     target = parameter.data if in_place else torch.empty(parameter.shape, device=device)
     flat = target.view(rows, columns)
-    step = max(1, _CHUNK_ELEMENTS // columns)
+    step = max(1, _SINK = ".softmax_offset"
+_RANDOM_VECTORS = (_SINK, ".router.bias")
+"""Ends of the names of vectors that Megatron-Core draws at random; the others are constant."""
+
+_CHUNK_ELEMENTS // columns)
     for start in range(0, rows, step):
         index = row_index[start : start + step, None] * whole_columns + column_index
         flat[start : start + step] = (uniform(index, stream) * 2.0 - 1.0) * (std * math.sqrt(3.0))
