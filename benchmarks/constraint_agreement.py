@@ -62,6 +62,7 @@ def run(mcore: str, frontend: str, count: int, seed: int, weights: Weights) -> A
             total.candidates += part.candidates
             total.valid += part.valid
             total.disagreeing += part.disagreeing
+            total.excepted += part.excepted
             total.disagreements += part.disagreements
             total.errors_triggered += part.errors_triggered
     return total
@@ -79,6 +80,7 @@ def summary(outcomes: Sequence[Agreement]) -> dict[str, Any]:
                 "candidates": one.candidates,
                 "valid_fraction": round(one.valid / max(1, one.candidates), 4),
                 "agreement": one.rate,
+                "excepted": one.excepted,
                 "disagreements": [asdict(two) for two in one.disagreements],
             }
             for one in outcomes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 
 from tuner.constraints.introspect import fields_read
@@ -90,7 +91,32 @@ def render() -> str:
                 groups.setdefault(rule.check.__module__, []).append(rule)
         for module, members in groups.items():
             parts.append(_group(module, members))
+    parts.append(_exceptions())
     return "\n".join(parts).rstrip() + "\n"
+
+
+def exceptions() -> list[dict[str, object]]:
+    """Conditions on which the rules knowingly differ from upstream's own checks."""
+    import yaml
+
+    text = (files("tuner.constraints") / "data" / "exceptions.yaml").read_text("utf-8")
+    loaded: list[dict[str, object]] = yaml.safe_load(text)
+    return loaded
+
+
+def _exceptions() -> str:
+    lines = [
+        "## Exceptions: where the rules differ from upstream's own checks\n",
+        "| rule | the rules are | condition | reason | front ends | source |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in exceptions():
+        frontends = one["frontends"]
+        assert isinstance(frontends, list)
+        names = "all" if tuple(frontends) == FRONTENDS else ", ".join(frontends)
+        cells = [one["rule"], one["side"], one["condition"], one["reason"], names, one["source"]]
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def _group(module: str, rules: list[Rule]) -> str:

@@ -109,9 +109,11 @@ def ucc_needs_more_connections(c: Any) -> str | None:
     "P20",
     "transformer/dot_product_attention.py: DotProductAttention.__init__",
     fix=[{"context_parallel_size": 1}, {"transformer_impl": "transformer_engine"}],
+    frontends=("mcore", "megatron-lm"),
 )
 def local_attention_excludes_context_parallel(c: Any) -> str | None:
-    """Context parallelism with local (not Transformer Engine) attention."""
+    """Context parallelism with local (not Transformer Engine) attention; Megatron Bridge builds
+    Transformer Engine layers whatever transformer_impl says."""
     if c.transformer_impl == "local" and c.context_parallel_size > 1:
         return "context parallelism needs the attention of Transformer Engine"
     return None

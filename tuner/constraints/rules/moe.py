@@ -414,6 +414,24 @@ def deepep_needs_several_ranks(c: Any) -> str | None:
     return None
 
 
+@rule(
+    "M40",
+    DISPATCHER,
+    kind="advice",
+    fix=[{"moe_token_dispatcher_type": "alltoall"}],
+    until="0.17.0",
+)
+def early_flex_dispatcher_needs_several_ranks(c: Any) -> str | None:
+    """Before 0.18 the flex dispatcher asserts more than one rank for every backend, when the model
+    is built."""
+    if not c.builds_experts or c.moe_token_dispatcher_type != "flex":
+        return None
+    ranks = c.effective_expert_tensor_parallel_size * c.expert_model_parallel_size
+    if c.effective_flex_backend != "deepep" and ranks <= 1:
+        return "the flex dispatcher of this version is built only with several expert ranks"
+    return None
+
+
 @rule("M41", LAYER + ".__init__", fix=[{"moe_token_dispatcher_type": "alltoall"}])
 def dispatcher_is_known(c: Any) -> str | None:
     """moe_token_dispatcher_type is unknown (alltoall_seq is gone)."""

@@ -163,15 +163,30 @@ _FP8_GATHER_OFF: Mapping[str, object] = {
 }
 
 
+def _offloads_scaled_fp8(c: Any) -> bool:
+    return bool(c.optimizer_cpu_offload and c.fp8_param_gather and c.fp8_recipe != "delayed")
+
+
+def _holds_fp8_parameters(c: Any) -> bool:
+    return bool(c.fp8 and c.fp8_param and c.use_distributed_optimizer)
+
+
 @rule("O24", BUILD, fix=[{"optimizer_cpu_offload": False}, _FP8_GATHER_OFF])
 def offloaded_optimizer_excludes_scaled_fp8(c: Any) -> str | None:
     """optimizer_cpu_offload of fp8 parameters with a recipe other than delayed: the command line
     of Megatron-LM refuses it, the others crash while the optimizer is built."""
-    if not c.optimizer_cpu_offload or not c.fp8_param_gather or c.fp8_recipe == "delayed":
-        return None
-    held = c.fp8 and c.fp8_param and c.use_distributed_optimizer
-    if c.frontend == "megatron-lm" or held:
+    asked = _holds_fp8_parameters(c) and not c.mixed_precision
+    if _offloads_scaled_fp8(c) and (c.frontend == "megatron-lm" or asked):
         return "the offloaded optimizer can hold fp8 parameters only with the delayed recipe"
+    return None
+
+
+@rule("O24", BUILD, kind="advice", fix=[{"optimizer_cpu_offload": False}], frontends=("bridge",))
+def offloaded_optimizer_with_fp8_recipe_crashes(c: Any) -> str | None:
+    """optimizer_cpu_offload under a mixed_precision recipe that keeps fp8 parameters: every check
+    of Megatron Bridge passes, the optimizer build has been reported to crash."""
+    if c.mixed_precision and _offloads_scaled_fp8(c) and _holds_fp8_parameters(c):
+        return "the recipe keeps fp8 parameters, which the offloaded optimizer cannot hold"
     return None
 
 
