@@ -127,11 +127,7 @@ def _fill(parameter: torch.Tensor, shard: Shard, stream: int, std: float) -> Non
     in_place = type(parameter.data) is torch.Tensor
     target = parameter.data if in_place else torch.empty(parameter.shape, device=device)
     flat = target.view(rows, columns)
-    step = max(1, _SINK = ".softmax_offset"
-_RANDOM_VECTORS = (_SINK, ".router.bias")
-"""Ends of the names of vectors that Megatron-Core draws at random; the others are constant."""
-
-_CHUNK_ELEMENTS // columns)
+    step = max(1, _CHUNK_ELEMENTS // columns)
     for start in range(0, rows, step):
         index = row_index[start : start + step, None] * whole_columns + column_index
         flat[start : start + step] = (uniform(index, stream) * 2.0 - 1.0) * (std * math.sqrt(3.0))
