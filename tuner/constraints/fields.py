@@ -35,6 +35,8 @@ class Field:
     optional: bool
     choices: tuple[object, ...] | None
     bounds: tuple[int, int] | None
+    mla_default: object
+    """The default with multi-latent attention, where it differs; None otherwise."""
     also: Mapping[str, tuple[str, ...]]
     """Front ends that offer the field in versions where Megatron-Core's dataclasses lack it."""
 
@@ -69,6 +71,7 @@ def _field(name: str, entry: Mapping[str, object]) -> Field:
         optional=bool(entry.get("optional", False)),
         choices=tuple(choices) if isinstance(choices, list) else None,
         bounds=(bounds[0], bounds[1]) if isinstance(bounds, list) else None,
+        mla_default=entry.get("mla_default"),
         also={name: tuple(found) for name, found in also.items()},
     )
 

@@ -68,8 +68,14 @@ RULES: list[Rule] = []
 DERIVED: dict[str, Callable[[Any], Any]] = {}
 
 
-class ByVersion(dict[str, object]):
-    """A front end's default that depends on the Megatron-Core version it is paired with."""
+class DenseDefault:
+    """A front end's default that models with multi-latent attention do not share.
+
+    `value` may map each Megatron-Core version to its default.
+    """
+
+    def __init__(self, value: object) -> None:
+        self.value = value
 
 
 # Defaults of a front end that differ from those of Megatron-Core's own dataclasses.

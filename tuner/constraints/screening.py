@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
 from tuner.constraints.checker import build_view, field_problem
 from tuner.constraints.fields import REQUIRED
 from tuner.constraints.registry import Rule, resolve_version, rules_for
 from tuner.constraints.result import Capabilities, InputError
-from tuner.constraints.view import UNSET, View, given_class, model_view
+from tuner.constraints.view import UNSET, ByAttention, View, given_class, model_view
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,14 +38,19 @@ class _NeedFieldError(Exception):
 class _Slot:
     """Class attribute of a traced view for one varying field."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, default: object) -> None:
         self.name = name
+        self._default = default
 
     def __get__(self, view: View, owner: type | None = None) -> object:
         try:
-            return view.__dict__["_assigned"][self.name]
+            value = view.__dict__["_assigned"][self.name]
         except KeyError:
             raise _NeedFieldError(self.name) from None
+        if value is not UNSET:
+            return value
+        default = self._default
+        return default.__get__(view) if isinstance(default, ByAttention) else default
 
     def __set__(self, view: View, value: object) -> None:
         raise AttributeError(self.name)
@@ -137,7 +143,6 @@ class Tables:
             if name not in self._fixed and name not in self.values:
                 yield Table(("T02",), (), np.array(True))
         for name, choices in list(self.values.items()):
-            default = getattr(given_class(self._version, self._frontend), name, None)
             problems = [
                 None
                 if value is UNSET
@@ -145,7 +150,7 @@ class Tables:
                 for value in choices
             ]
             self.values[name] = [
-                default if value is UNSET or problem is not None else value
+                UNSET if problem is not None else value
                 for value, problem in zip(choices, problems, strict=True)
             ]
             if any(problems):
@@ -158,7 +163,7 @@ class Tables:
         example = build_view(self._fixed, self._version, self._frontend, self._capabilities)
         attributes: dict[str, object] = dict(example.__dict__)
         for name in self.values:
-            attributes[name] = _Slot(name)
+            attributes[name] = _Slot(name, getattr_static(base, name, None))
         return type("TracedView", (base,), attributes)
 
     def _evaluate(self, rule: Rule, assigned: Mapping[str, object]) -> bool:

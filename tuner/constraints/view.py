@@ -17,12 +17,9 @@ from tuner.constraints.registry import (
     FRONTEND_DEFAULTS,
     HANDED_OVER,
     MCORE_VERSIONS,
-    ByVersion,
+    DenseDefault,
     load_rules,
 )
-
-# Defaults that depend on another field are left None here and read through a derived value.
-_CONDITIONAL_DEFAULTS = ("normalization",)
 
 
 class _Unset:
@@ -71,6 +68,18 @@ class ModelView(View):
         return value
 
 
+class ByAttention:
+    """Class attribute for a default that differs with multi-latent attention."""
+
+    def __init__(self, dense: object, latent: object) -> None:
+        self._dense = dense
+        self._latent = latent
+
+    def __get__(self, view: View | None, owner: type | None = None) -> object:
+        latent = view is not None and bool(view.multi_latent_attention)
+        return self._latent if latent else self._dense
+
+
 @cache
 def given_class(mcore: str, frontend: str) -> type[View]:
     """The class whose attributes are the defaults of one version and front end."""
@@ -78,10 +87,14 @@ def given_class(mcore: str, frontend: str) -> type[View]:
     attributes: dict[str, object] = {}
     for name, field in catalogue().items():
         attributes[name] = field.default.get(mcore, field.fallback)
-    for name in _CONDITIONAL_DEFAULTS:
-        attributes[name] = None
+        if field.mla_default is not None:
+            attributes[name] = ByAttention(attributes[name], field.mla_default)
     for name, default in FRONTEND_DEFAULTS[frontend].items():
-        attributes[name] = default[mcore] if isinstance(default, ByVersion) else default
+        if isinstance(default, DenseDefault):
+            value = default.value[mcore] if isinstance(default.value, dict) else default.value
+            attributes[name] = ByAttention(value, attributes[name])
+        else:
+            attributes[name] = default
     attributes |= {
         "mcore": mcore,
         "minor": 16 + MCORE_VERSIONS.index(mcore),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tuner.constraints.registry import UNCHANGED, derived, rewrite, rule
+from tuner.constraints.registry import UNCHANGED, rewrite, rule
 from tuner.constraints.rules import TRANSFORMER_CONFIG as TC
 
 # The fused kernel compares with the function of fusions/fused_bias_geglu.py, called quick_geglu
@@ -12,14 +12,6 @@ from tuner.constraints.rules import TRANSFORMER_CONFIG as TC
 FUSABLE = ("gelu", "silu", "quick_geglu")
 TE_FUNCTIONS = ("gelu", "silu", "relu")
 _FUSION_OFF = {"bias_activation_fusion": False}
-
-
-@derived
-def effective_normalization(c: Any) -> str:
-    """RMSNorm by default with multi-latent attention, LayerNorm otherwise."""
-    if c.normalization is not None:
-        return str(c.normalization)
-    return "RMSNorm" if c.multi_latent_attention else "LayerNorm"
 
 
 @rule("E05", TC, fix=[_FUSION_OFF])
@@ -188,7 +180,7 @@ def flash_version_is_known(c: Any) -> str | None:
 @rule("E13", TC, fix=[{"fused_residual_rmsnorm": False}], since="0.17.0")
 def fused_residual_norm_is_rmsnorm(c: Any) -> str | None:
     """fused_residual_rmsnorm with a norm other than RMSNorm."""
-    if c.fused_residual_rmsnorm and c.effective_normalization != "RMSNorm":
+    if c.fused_residual_rmsnorm and c.normalization != "RMSNorm":
         return "fused_residual_rmsnorm needs normalization RMSNorm"
     return None
 

@@ -8,7 +8,7 @@ from tuner.constraints.registry import (
     FRONTEND_DEFAULTS,
     MCORE_VERSIONS,
     UNCHANGED,
-    ByVersion,
+    DenseDefault,
     derived,
     handed_over,
     rewrite,
@@ -23,19 +23,20 @@ FLEX = "bridge/training/flex_dispatcher_backend.py: validate_flex_dispatcher_bac
 GRAPHS = "bridge/utils/cuda_graph.py: validate_cuda_graph_configuration"
 _BRIDGE = ("bridge",)
 
+# The provider of models with multi-latent attention inherits Megatron-Core's own defaults first.
 FRONTEND_DEFAULTS["bridge"].update(
     {
-        "attention_softmax_in_fp32": False,
+        "attention_softmax_in_fp32": DenseDefault(False),
         "average_in_collective": True,
         "check_for_nan_in_loss": True,
-        "cross_entropy_loss_fusion": True,
-        "deallocate_pipeline_outputs": True,
+        "cross_entropy_loss_fusion": DenseDefault(True),
+        "deallocate_pipeline_outputs": DenseDefault(True),
         # Bridge 0.3 looks for an Apex extension only, later versions accept Transformer Engine.
-        "gradient_accumulation_fusion": ByVersion(
+        "gradient_accumulation_fusion": DenseDefault(
             {version: version != "0.16.1" for version in MCORE_VERSIONS}
         ),
         "grad_reduce_in_fp32": True,
-        "masked_softmax_fusion": True,
+        "masked_softmax_fusion": DenseDefault(True),
     }
 )
 _NCCL_ALGORITHMS = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")

@@ -128,7 +128,8 @@ def overlap_overwrites_delay_wgrad_compute(c: Any) -> object:
     if not c.model_overlap:
         return UNCHANGED
     after = c.model_overlap["delay_wgrad_compute"]
-    lost = c.optimizer_overlap and after == bool(c.delay_wgrad_compute)
+    said = "delay_wgrad_compute" in c.overlap_wishes
+    lost = c.optimizer_overlap and not said and after == bool(c.delay_wgrad_compute)
     return None if lost else after
 
 

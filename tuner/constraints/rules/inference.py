@@ -16,7 +16,7 @@ def inference_layers_are_plain(c: Any) -> str | None:
     """inference_optimized layers with another norm, biases or kitchen."""
     if c.transformer_impl != "inference_optimized":
         return None
-    if c.effective_normalization != "RMSNorm" or c.layernorm_zero_centered_gamma:
+    if c.normalization != "RMSNorm" or c.layernorm_zero_centered_gamma:
         return "inference-optimized layers need plain RMSNorm"
     if c.add_bias_linear or c.add_qkv_bias or c.use_kitchen:
         return "inference-optimized layers have no bias and no kitchen extensions"
