@@ -180,6 +180,19 @@ _UNEVEN = (
 )
 
 
+def run_batch_size(request: EstimateRequest) -> int:
+    """Sequences of a step that holds as much memory as the whole global batch.
+
+    A pipeline rank holds its largest number of micro-batches once the first forward passes are
+    through; three rounds of the pipeline are past that point under every schedule of Megatron-Core,
+    and four micro-batches are past the first accumulation of gradients.
+    """
+    stages = request.candidate.pipeline_model_parallel_size
+    replicas = max(1, request.world_size // max(1, request.candidate.model_parallel_size()))
+    step = request.candidate.micro_batch_size * replicas
+    return min(request.global_batch_size, step * max(4, 3 * stages))
+
+
 def dry_run_trace(request: EstimateRequest, rank: int) -> Trace:
     """The trace of a dry run of real Megatron-Core."""
     from tuner.memory import dry_run
@@ -190,7 +203,7 @@ def dry_run_trace(request: EstimateRequest, rank: int) -> Trace:
         request.candidate,
         world_size=request.world_size,
         seq_length=request.seq_length,
-        global_batch_size=request.global_batch_size,
+        global_batch_size=run_batch_size(request),
         precision=request.precision,
         rank=rank,
         architecture=request.gpu.architecture,
@@ -234,6 +247,7 @@ def _assumptions(request: EstimateRequest) -> dict[str, Any]:
 
     return {
         "megatron_core": version("megatron-core"),
+        "global_batch_size_run": run_batch_size(request),
         "gpu": request.gpu.name,
         "usable_memory_bytes": request.gpu.usable_memory_bytes,
     }

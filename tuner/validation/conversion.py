@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -223,10 +224,18 @@ def _world_size(row: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int,
     )
     stages = int(config.get("pipeline_model_parallel_size") or 1)
     needed = max(size, expert_ranks * stages, row.get("gpus_per_node") or 8, _busy_gpus(row))
+    most = _most_gpus(row, config, size)
     world = size
-    while world < needed or world % (expert_ranks * stages):
+    while world < min(needed, most) or world % (expert_ranks * stages):
         world *= 2
     return world, f"{world} GPUs (not published: the fewest that the step time allows)"
+
+
+def _most_gpus(row: Mapping[str, Any], config: Mapping[str, Any], size: int) -> float:
+    """GPUs that the global batch can keep busy with one micro-batch each."""
+    if not row.get("gbs"):
+        return math.inf
+    return size * row["gbs"] // int(config["micro_batch_size"])
 
 
 def _busy_gpus(row: Mapping[str, Any]) -> int:

@@ -177,6 +177,8 @@ def model_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("group-query-attention") and options.get("num-query-groups"):
         fields["num_query_groups"] = options["num-query-groups"]
     fields["gated_linear_unit"] = bool(options.get("swiglu"))
+    if options.get("swiglu") and "ffn_hidden_size" not in fields:
+        fields["ffn_hidden_size"] = int(8 * fields["hidden_size"] / 3 / 64) * 64  # validate_args
     fields["activation_func"] = _activation(options)
     fields["add_bias_linear"] = not options.get("disable-bias-linear", False)
     fields["share_embeddings_and_output_weights"] = not options.get(
@@ -209,10 +211,11 @@ def config_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     for option, field in _NEGATIVE_OPTIONS.items():
         if options.get(option):
             fields[field] = False
-    if options.get("squared-relu"):
-        fields["bias_activation_fusion"] = False  # no fused kernel for it
-    if options.get("use-flash-attn"):
-        fields["attention_backend"] = "flash"
+    if options.get("squared-relu") or options.get("disable-bias-linear", False):
+        fields["bias_activation_fusion"] = bool(options.get("swiglu"))  # validate_args
+    if "hierarchical_context_parallel_sizes" in fields:
+        sizes = str(fields["hierarchical_context_parallel_sizes"]).split()
+        fields["hierarchical_context_parallel_sizes"] = [int(size) for size in sizes]
     if fields.get("tensor_model_parallel_size", 1) == 1:
         fields["sequence_parallel"] = False  # validate_args turns it off
     fields.setdefault("use_distributed_optimizer", False)

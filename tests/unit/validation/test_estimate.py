@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tuner.errors import InputError
-from tuner.estimate import EstimateRequest, estimate, peak_ranks
+from tuner.estimate import EstimateRequest, estimate, peak_ranks, run_batch_size
 from tuner.memory.trace import Trace, step_end, step_start
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -116,3 +116,20 @@ class TestPeakRanks:
     def test_every_stage_of_an_uneven_pipeline(self):
         config = {"pipeline_model_parallel_size": 4, "num_layers": 30}
         assert self.ranks(config) == [0, 4, 8, 15]
+
+
+class TestRunBatch:
+    def size(self, batch: int, config: dict) -> int:
+        document = DOCUMENT | {"global_batch_size": batch, "config": config}
+        return run_batch_size(EstimateRequest.from_document(document))
+
+    def test_small_batches_run_whole(self):
+        assert self.size(16, {"pipeline_model_parallel_size": 4}) == 16
+
+    def test_large_batches_run_three_rounds_of_the_pipeline(self):
+        # 16 GPUs, 4 stages: 4 replicas of 2 sequences, 12 micro-batches each.
+        config = {"pipeline_model_parallel_size": 4, "micro_batch_size": 2}
+        assert self.size(1024, config) == 4 * 2 * 12
+
+    def test_without_a_pipeline_four_micro_batches_run(self):
+        assert self.size(1024, {}) == 16 * 4
