@@ -9,9 +9,13 @@ from tuner.constraints.fields import Field, catalogue, nearest
 # Fields of Megatron-Core's configs that no command-line argument of Megatron-LM sets.
 NO_ARGUMENT = frozenset(
     (
-        "activation_func_fp8_input_store",
-        "decoupled_weight_decay",
-        "moe_router_topk_limited_devices",
+        *("activation_func_fp8_input_store", "decoupled_weight_decay", "softmax_scale"),
+        *("moe_router_topk_limited_devices", "moe_token_dropping", "fused_single_qkv_rope"),
+        *("fp8_dot_product_attention", "fp8_multi_head_attention", "tp_only_amax_red"),
+        *("tp_comm_overlap_disable_fc1", "tp_comm_overlap_disable_qkv"),
+        *("tp_comm_atomic_ag", "tp_comm_atomic_rs", "memory_efficient_layer_norm"),
+        *("cuda_graph_retain_backward_graph", "cuda_graph_use_single_mempool"),
+        *("disable_parameter_transpose_cache", "heterogeneous_block_specs", "test_mode"),
     )
 )
 
