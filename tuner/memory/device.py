@@ -42,6 +42,7 @@ def device_without_data(recorder: Recorder, architecture: str = "hopper") -> Ite
         else:
             stack.enter_context(_cuda_is_there(_CAPABILITY[architecture]))
             stack.enter_context(_tensors_move())
+            stack.enter_context(_dropout_is_one_kernel())
         stack.enter_context(_values_can_be_read(recorder))
         yield
 
@@ -185,6 +186,26 @@ def _tensors_move() -> Iterator[None]:
         _replaced(torch.nn.Module, cuda=_module_to_device),
         _replaced(torch, tensor=tensor),
     ):
+        yield
+
+
+@contextmanager
+def _dropout_is_one_kernel() -> Iterator[None]:
+    """On CUDA dropout keeps a mask of bytes (aten/src/ATen/native/Dropout.cpp); elsewhere, and so
+    without this, it keeps noise of the input's type."""
+    original = torch.nn.functional.dropout
+
+    def dropout(
+        input: torch.Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> torch.Tensor:
+        if not training or inplace or not 0.0 < p < 1.0:
+            return original(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
+
+    with _replaced(torch.nn.functional, dropout=dropout):
         yield
 
 

@@ -86,21 +86,24 @@ class ScriptStep:
         return self._made_batches(first, last)
 
     def _made_batches(self, first: bool, last: bool) -> Iterator[dict[str, torch.Tensor]]:
+        for _ in range(self._plan.layout.num_microbatches):
+            yield self._batch(first, last)  # not named here: a generator keeps its variables
+
+    def _batch(self, first: bool, last: bool) -> dict[str, torch.Tensor]:
         import torch
 
         size, length = self._plan.layout.micro_batch_size, self._plan.seq_length
-        for _ in range(self._plan.layout.num_microbatches):
-            batch: dict[str, torch.Tensor] = {}
-            if first:
-                for name in ("tokens", "position_ids"):
-                    batch[name] = torch.empty(size, length, dtype=torch.int64, device="cuda")
-            if last:
-                batch["labels"] = torch.empty(size, length, dtype=torch.int64, device="cuda")
-                batch["loss_mask"] = torch.empty(size, length, dtype=torch.float32, device="cuda")
-            if self._attention_mask:
-                shape = (size, 1, length, length)
-                batch["attention_mask"] = torch.empty(shape, dtype=torch.bool, device="cuda")
-            yield batch
+        batch: dict[str, torch.Tensor] = {}
+        if first:
+            for name in ("tokens", "position_ids"):
+                batch[name] = torch.empty(size, length, dtype=torch.int64, device="cuda")
+        if last:
+            batch["labels"] = torch.empty(size, length, dtype=torch.int64, device="cuda")
+            batch["loss_mask"] = torch.empty(size, length, dtype=torch.float32, device="cuda")
+        if self._attention_mask:
+            shape = (size, 1, length, length)
+            batch["attention_mask"] = torch.empty(shape, dtype=torch.bool, device="cuda")
+        return batch
 
 
 def _forward_step(data: Any, model: Any) -> Any:

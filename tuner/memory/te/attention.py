@@ -1,55 +1,26 @@
-"""Fused attention (pytorch/attention/dot_product_attention/backends.py, rope.py).
+"""Attention and the choice of its backend (pytorch/attention/dot_product_attention/*.py).
 
-Kept for backward: query, key, value and output of this rank, and the log-sum-exp of each query
-row in float32. The layout rules are those of `get_qkv_layout`: inputs that are no supported view
-of one another are copied to be contiguous.
+The layout rules are those of `get_qkv_layout`: inputs that are no supported view of one another
+are copied to be contiguous. The backend is the one `get_attention_backend` picks where cuDNN and
+flash-attn 2 are both installed.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
 from tuner.memory.errors import UnsupportedError
 from tuner.memory.recorder import allocate
+from tuner.memory.te import attention_kernels as kernels
 from tuner.memory.te.base import group_size, new_parameter
-
-
-class _FusedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sink: torch.Tensor | None,
-        interleaved: bool,
-    ) -> torch.Tensor:
-        output = allocate((*query.shape[:-1], value.shape[-1]), query.dtype)
-        rows = query.numel() // query.shape[-1]
-        log_sum_exp = allocate((rows,), torch.float32)
-        random_state = allocate((2,), torch.int64)
-        ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state, sink)
-        ctx.interleaved = interleaved
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        query, key, value, *_, sink = ctx.saved_tensors
-        gradient = gradients[0].contiguous()
-        sink_gradient = None if sink is None else allocate(sink.shape, sink.dtype)
-        if ctx.interleaved:
-            shape = (*query.shape[:-1], 3, query.shape[-1])
-            parts = allocate(shape, query.dtype).unbind(-2)
-            return (*parts, sink_gradient, None)
-        parts = tuple(allocate(part.shape, part.dtype) for part in (query, key, value))
-        del gradient
-        return (*parts, sink_gradient, None)
+from tuner.memory.te.state import process
 
 
 class DotProductAttention(torch.nn.Module):
-    """Attention over `[s, b, heads, d]` (or packed `[t, heads, d]`) query, key and value."""
+    """Attention over `[s, b, heads, d]` query, key and value."""
 
     cp_stream = None
 
@@ -63,13 +34,12 @@ class DotProductAttention(torch.nn.Module):
         cp_group: Any = None,
         cp_comm_type: str = "p2p",
         softmax_type: str = "vanilla",
-        params_dtype: torch.dtype = torch.bfloat16,
         **options: Any,
     ) -> None:
         super().__init__()
         self.attention_dropout = attention_dropout
         self.cp_comm_type = cp_comm_type
-        self.cp_size = 1
+        self.cp_size, self.cp_rank = 1, 0
         if isinstance(cp_group, list):
             raise UnsupportedError(
                 "hierarchical context parallelism is not modelled", field="cp_comm_type"
@@ -79,11 +49,13 @@ class DotProductAttention(torch.nn.Module):
         if softmax_type == "learnable":
             heads = num_attention_heads // tp_size
             self.softmax_offset = new_parameter((1, heads, 1, 1), torch.float32)
+        self.softmax_type = softmax_type
 
     def set_context_parallel_group(
         self, group: Any, ranks: Any, stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
         self.cp_size = group_size(group)
+        self.cp_rank = 0 if group is None else torch.distributed.get_rank(group)
 
     def forward(
         self,
@@ -96,10 +68,59 @@ class DotProductAttention(torch.nn.Module):
         interleaved = _is_interleaved(query, key, value)
         if not interleaved:
             query, key, value = (part.contiguous() for part in (query, key, value))
-        output: torch.Tensor = _FusedAttention.apply(
-            query, key, value, self.softmax_offset, interleaved
+        if self.cp_size > 1:
+            return self._context_parallel(query, key, value)
+        backend = self._backend(query, value)
+        if backend == "unfused":
+            return kernels.unfused_attention(query, key, value, self.attention_dropout)
+        if backend == "flash":
+            return kernels.flash_attention(query, key, value)
+        return kernels.fused_attention(query, key, value, self.softmax_offset, interleaved)
+
+    def _backend(self, query: torch.Tensor, value: torch.Tensor) -> str:
+        fused = os.environ.get("NVTE_FUSED_ATTN", "1") != "0"
+        flash = os.environ.get("NVTE_FLASH_ATTN", "1") != "0" and (
+            query.dim() == 4
+            and self.softmax_type == "vanilla"
+            and query.shape[-1] == value.shape[-1] <= 256
         )
-        return output.reshape(*output.shape[:-2], -1)
+        deterministic = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
+        if deterministic and process.architecture != "hopper":
+            fused = False  # cuDNN's deterministic backward is used on compute capability 9.0 alone
+        if fused and flash:
+            return "flash" if process.architecture == "ampere" else "fused"
+        if flash:
+            return "flash"
+        return "fused" if fused else "unfused"
+
+    def _context_parallel(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        if self.cp_comm_type == "p2p":
+            return kernels.ring_attention(query, key, value, self.cp_size, self.cp_rank)
+        if self.cp_comm_type == "a2a":
+            # Whole sequences of fewer heads: as many elements, in new tensors.
+            query, key, value = (_Exchange.apply(part) for part in (query, key, value))
+            output = kernels.fused_attention(query, key, value, self.softmax_offset, False)
+            exchanged: torch.Tensor = _Exchange.apply(output)
+            return exchanged
+        raise UnsupportedError(
+            f"context parallelism by {self.cp_comm_type} is not modelled",
+            field="cp_comm_type",
+            fix="use p2p or a2a",
+        )
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all: a new tensor of the same size, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return allocate(tensor.shape, tensor.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return allocate(gradients[0].shape, gradients[0].dtype)
 
 
 def _is_interleaved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -111,53 +132,3 @@ def _is_interleaved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
         and all(part.storage_offset() == i * width for i, part in enumerate(parts))
         and len({id(part.untyped_storage()) for part in parts}) == 1
     )
-
-
-class SplitAlongDim(torch.autograd.Function):
-    """pytorch/utils.py: views forward, one joined gradient backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, mixed: torch.Tensor, dim: int, sizes: Any, squeeze: bool = False
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.dim = dim
-        return tuple(torch.split(mixed, sizes, dim=dim))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        if len({id(gradient.untyped_storage()) for gradient in gradients}) == 1:
-            whole = sum(gradient.shape[ctx.dim] for gradient in gradients)
-            shape = list(gradients[0].shape)
-            shape[ctx.dim] = whole
-            joined = gradients[0].as_strided(shape, _contiguous_strides(shape), 0)
-            return joined, None, None, None
-        return torch.cat(gradients, dim=ctx.dim), None, None, None
-
-
-def _contiguous_strides(shape: list[int]) -> list[int]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return strides[::-1]
-
-
-class _FusedRotary(torch.autograd.Function):
-    """Rotary embedding in one kernel: keeps the frequencies alone."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(frequencies)
-        return allocate(tensor.shape, tensor.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        gradient = gradients[0]
-        return allocate(gradient.shape, gradient.dtype), None
-
-
-def apply_rotary_pos_emb(
-    tensor: torch.Tensor, freqs: torch.Tensor, *args: Any, **options: Any
-) -> torch.Tensor:
-    result: torch.Tensor = _FusedRotary.apply(tensor, freqs)
-    return result

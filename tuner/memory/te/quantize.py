@@ -187,7 +187,7 @@ def fp8_model_init(
 def quantized(tensor: torch.Tensor, *, rows: bool, columns: bool) -> list[torch.Tensor]:
     """The storage of a low-precision copy of `tensor` in the current recipe."""
     recipe = state.recipe
-    if recipe.float8_per_tensor_scaling() and process.non_tn_fp8_gemm:
+    if recipe.float8_per_tensor_scaling() and process.architecture == "blackwell":
         # One copy serves rows and columns: such GPUs multiply FP8 in any layout.
         rows, columns = True, False
     return [_copy(tensor, recipe) for wanted in (rows, columns) if wanted]

@@ -13,6 +13,9 @@ import torch
 
 from tuner.memory.recorder import active_recorder, allocate
 
+_CACHE_SINCE = (2, 3)
+"""Linear layers hand out cached dummies from here on; before, autograd got nothing."""
+
 _GROUPED_CACHE_SINCE = (2, 11)
 """GroupedLinear hands out cached dummies from here on; before, it allocated them anew."""
 
@@ -25,8 +28,7 @@ class ProcessState:
     """State of one imitated process."""
 
     version: tuple[int, ...] = (2, 9, 0)
-    hopper_or_later: bool = True
-    non_tn_fp8_gemm: bool = False
+    architecture: str = "hopper"
     dummy_gradients: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
     workspaces: list[torch.Tensor] = field(default_factory=list)
     stream_workspaces: list[torch.Tensor] = field(default_factory=list)
@@ -38,8 +40,7 @@ process = ProcessState()
 def reset(version: str, architecture: str) -> None:
     """Forget what a former dry run kept and imitate `version` on a GPU of `architecture`."""
     process.version = tuple(int(part) for part in version.split(".")[:3])
-    process.hopper_or_later = architecture != "ampere"
-    process.non_tn_fp8_gemm = architecture == "blackwell"
+    process.architecture = architecture
     process.dummy_gradients.clear()
     process.workspaces.clear()
     process.stream_workspaces.clear()
@@ -60,7 +61,7 @@ def use_stream_workspaces() -> list[torch.Tensor]:
 
 
 def _workspace() -> torch.Tensor:
-    size = 32 * 1024 * 1024 + 1024 if process.hopper_or_later else 4_194_304
+    size = 32 * 1024 * 1024 + 1024 if process.architecture != "ampere" else 4_194_304
     recorder = active_recorder()
     if recorder is None:
         return allocate((size,), torch.uint8)
@@ -81,6 +82,8 @@ def weight_gradient(
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
+    if process.version < _CACHE_SINCE:
+        return None
     if grouped and process.version < _GROUPED_CACHE_SINCE:
         return allocate(weight.shape, weight.dtype)
     return dummy_gradient(list(weight.shape), weight.dtype).detach()

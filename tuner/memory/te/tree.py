@@ -26,6 +26,7 @@ from tuner.memory.te import (
     offload,
     optimizers,
     quantize,
+    rope,
     state,
 )
 
@@ -107,7 +108,7 @@ def _modules() -> dict[str, dict[str, Any]]:
         "Fp8Padding": moe.Fp8Padding,
         "Fp8Unpadding": moe.Fp8Unpadding,
     }
-    rotary = {"apply_rotary_pos_emb": attention.apply_rotary_pos_emb}
+    rotary = {"apply_rotary_pos_emb": rope.apply_rotary_pos_emb}
     top = "transformer_engine.pytorch"
     return {
         "transformer_engine": {},
@@ -124,7 +125,7 @@ def _modules() -> dict[str, dict[str, Any]]:
             "in_fp8_activation_recompute_phase": checkpoint.in_fp8_activation_recompute_phase,
             "get_all_rng_states": dict,
         },
-        f"{top}.attention": {"_SplitAlongDim": attention.SplitAlongDim} | rotary,
+        f"{top}.attention": {"_SplitAlongDim": rope.SplitAlongDim} | rotary,
         f"{top}.attention.rope": rotary,
         f"{top}.cpu_offload": {
             "get_cpu_offload_context": offload.get_cpu_offload_context,

@@ -1,0 +1,193 @@
+"""What each attention backend keeps (pytorch/attention/dot_product_attention/backends.py).
+
+Fused (cuDNN) and flash attention keep query, key, value, output and the log-sum-exp of each query
+row in float32. Unfused attention keeps the softmax and, with dropout, its mask and result, each
+as large as all scores. All take `[s, b, heads, d]` and give `[s, b, heads * d]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tuner.memory.recorder import allocate
+
+
+def fused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sink: Any, interleaved: bool
+) -> torch.Tensor:
+    """cuDNN; `interleaved` says that the three are slices of one tensor."""
+    output: torch.Tensor = _Fused.apply(query, key, value, sink, interleaved)
+    return output.reshape(*output.shape[:-2], -1)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sink: torch.Tensor | None,
+        interleaved: bool,
+    ) -> torch.Tensor:
+        output = allocate((*query.shape[:-1], value.shape[-1]), query.dtype)
+        ctx.save_for_backward(query, key, value, output, *_statistics(query), sink)
+        ctx.interleaved = interleaved
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, *_, sink = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        sink_gradient = None if sink is None else allocate(sink.shape, sink.dtype)
+        if ctx.interleaved:
+            shape = (*query.shape[:-1], 3, query.shape[-1])
+            parts = allocate(shape, query.dtype).unbind(-2)
+        else:
+            parts = tuple(allocate(part.shape, part.dtype) for part in (query, key, value))
+        del gradient
+        return (*parts, sink_gradient, None)
+
+
+def _statistics(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exp of every row and the state of the random generator."""
+    rows = query.numel() // query.shape[-1]
+    return allocate((rows,), torch.float32), allocate((2,), torch.int64)
+
+
+def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """flash-attn 2: works on `[b, s, heads, d]`, so the output is copied back unless b is 1."""
+    length, batch = query.shape[:2]
+    output: torch.Tensor = _Flash.apply(
+        query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+    )
+    return output.view(batch, length, -1).transpose(0, 1).contiguous()
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        output = allocate((*query.shape[:-1], value.shape[-1]), query.dtype)
+        ctx.save_for_backward(query, key, value, output, *_statistics(query))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, *_ = ctx.saved_tensors
+        heads = query.shape[2]
+        parts = [allocate(part.shape, part.dtype) for part in (query, key, value)]
+        # flash_attn csrc/flash_attn/flash_api.cpp `mha_bwd`: the gradient of the query is summed
+        # in float32, and key and value gradients are made for each query head first.
+        wide = allocate(query.shape, torch.float32)
+        rows = allocate((query.numel() // query.shape[-1],), torch.float32)
+        expanded = [
+            allocate((*part.shape[:2], heads, part.shape[-1]), part.dtype)
+            for part in (key, value)
+            if part.shape[2] != heads
+        ]
+        del wide, rows, expanded
+        return tuple(parts)
+
+
+def unfused_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float
+) -> torch.Tensor:
+    """PyTorch's matrix products around one softmax kernel."""
+    length, batch, heads, _ = query.shape
+    keys = key.shape[0]
+    if key.shape[2] != heads:
+        repeats = heads // key.shape[2]
+        key, value = (part.repeat_interleave(repeats, dim=2) for part in (key, value))
+    query = query.reshape(length, batch * heads, -1)
+    key = key.reshape(keys, batch * heads, -1)
+    scores = torch.empty(batch * heads, length, keys, dtype=query.dtype, device=query.device)
+    scores = torch.baddbmm(
+        scores, query.transpose(0, 1), key.transpose(0, 1).transpose(1, 2), beta=0.0
+    ).view(batch, heads, length, keys)
+    probabilities = _Softmax.apply(scores)
+    del scores
+    probabilities = torch.nn.functional.dropout(probabilities, dropout, training=True)
+    value = value.reshape(keys, batch * heads, -1)
+    context = torch.bmm(probabilities.view(batch * heads, length, keys), value.transpose(0, 1))
+    context = context.view(batch, heads, length, -1).permute(2, 0, 1, 3).contiguous()
+    return context.view(length, batch, -1)
+
+
+class _Softmax(torch.autograd.Function):
+    """Scaled and masked softmax in one kernel (softmax.py); keeps its result."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:
+        result = allocate(scores.shape, scores.dtype)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]  # written in place
+
+
+def ring_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int, rank: int
+) -> torch.Tensor:
+    """Context parallelism by passing keys and values around (context_parallel.py, "p2p")."""
+    output: torch.Tensor = _Ring.apply(query, key, value, ranks, rank)
+    return output.reshape(*output.shape[:-2], -1)
+
+
+class _Ring(torch.autograd.Function):
+    """Keeps query, output, log-sum-exp and the last keys and values received.
+
+    Each step has its own output until all are summed in float32. Under a causal mask, steps after
+    the own rank's number see half of the queries.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        ranks: int,
+        rank: int,
+    ) -> torch.Tensor:
+        pair = key.numel() + value.numel()
+        width = value.shape[-1]
+        buffers = [allocate((pair,), key.dtype)]
+        partial = []
+        rows = query.numel() // query.shape[-1]
+        for step in range(ranks):
+            if step + 1 < ranks:
+                buffers.append(allocate((pair,), key.dtype))
+            seen = rows if step <= rank else rows // 2
+            partial.append(allocate((seen, width), query.dtype))
+            partial.append(allocate((seen,), torch.float32))
+        log_sum_exp = allocate((rows,), torch.float32)
+        wide = allocate((rows, width), torch.float32)
+        output = allocate((*query.shape[:-1], width), query.dtype)
+        ctx.save_for_backward(query, buffers[-1], output, log_sum_exp)
+        ctx.shapes = key.shape, value.shape
+        del wide, partial
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        query, pair, *_ = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        query_gradient = allocate(query.shape, query.dtype)
+        buffers = [allocate((2, *pair.shape), pair.dtype) for _ in range(2)]
+        step = [allocate(query.shape, query.dtype), allocate(pair.shape, pair.dtype)]
+        del step, gradient
+        summed = buffers[0][1]
+        split = ctx.shapes[0].numel()
+        return (
+            query_gradient,
+            summed[:split].view(ctx.shapes[0]),
+            summed[split:].view(ctx.shapes[1]),
+            None,
+            None,
+        )
