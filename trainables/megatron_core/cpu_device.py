@@ -332,19 +332,24 @@ def equal_groups_are_shared() -> Iterator[None]:
 def lone_ranks_do_not_reduce() -> Iterator[None]:
     """transformer/mlp.py adds an expert's bias in place to what `RowParallelLinear` returns.
 
-    With a tensor parallel size of 1 that is its input as a view made by a custom function, which
-    autograd refuses to change. Transformer Engine's layer returns a plain tensor.
+    With an expert tensor parallel size of 1 that is its input as a view made by a custom
+    function, which autograd refuses to change. Transformer Engine's layer returns a plain tensor.
     """
     from megatron.core.tensor_parallel import layers
 
-    original = layers.reduce_from_tensor_model_parallel_region
+    def skipped_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce(tensor: Any, group: Any = None, **kwargs: Any) -> Any:
+            if group is not None and group.size() == 1:
+                return tensor
+            return original(tensor, group=group, **kwargs)
 
-    def reduce(tensor: Any, group: Any = None) -> Any:
-        if group is not None and group.size() == 1:
-            return tensor
-        return original(tensor, group=group)
+        return reduce
 
-    with replaced(layers, reduce_from_tensor_model_parallel_region=reduce):
+    names = (
+        "reduce_from_tensor_model_parallel_region",
+        "reduce_scatter_to_sequence_parallel_region",
+    )
+    with replaced(layers, **{name: skipped_alone(getattr(layers, name)) for name in names}):
         yield
 
 

@@ -83,6 +83,8 @@ def build_model_chunk(plan: BuildPlan, config: Any, index: int) -> GPTModel:
         vp_stage=stage,
         **plan.model,
     )
+    if not plan.use_transformer_engine:
+        _unmark_expert_biases(model)
     if plan.device == "cuda":
         import torch
 
@@ -102,6 +104,18 @@ def block_spec(plan: BuildPlan, config: Any, stage: int | None) -> Any:
         vp_stage=stage,
     )
     return spec if plan.use_transformer_engine else with_memory_lean_layers(spec)
+
+
+def _unmark_expert_biases(model: GPTModel) -> None:
+    """Keep the gradients of different experts' biases apart.
+
+    `RowParallelLinear` marks its bias `sequence_parallel`, also in an expert, and
+    `finalize_model_grads` then adds it over tensor parallel ranks, which hold other experts.
+    Transformer Engine's expert layers leave the mark out.
+    """
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name and getattr(parameter, "sequence_parallel", False):
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
 
 
 def _mtp_spec(plan: BuildPlan, config: Any, stage: int | None) -> Any:
