@@ -136,7 +136,8 @@ def graph_scope_after_bridge(c: Any) -> Any:
 
 
 def _cleared_region(c: Any) -> object:
-    return [] if c.effective_cuda_graph_impl == "none" else UNCHANGED
+    cleared = c.clears_regions_first or c.effective_cuda_graph_impl == "none"
+    return [] if cleared else UNCHANGED
 
 
 @rewrite("G35", "cuda_graph_scope", VALIDATE, since="0.17.0", until="0.17.0", frontends=_BRIDGE)
@@ -161,8 +162,7 @@ def modules_are_cleared_without_graphs(c: Any) -> object:
 )
 def local_graphs_are_full_iteration(c: Any) -> str | None:
     """Local graphs of layers: Bridge 0.6 takes only full-iteration or local inference graphs."""
-    impl = c.migrated_graph_impl
-    if impl != "local" or "full_iteration" in c.graph_names:
+    if c.cuda_graph_impl != "local" or "full_iteration" in c.graph_names:
         return None
     parts = c.graph_names - {"full_iteration", "full_iteration_inference", "full"}
     inference = c.inference_cuda_graph_scope in ("layer", "block")
@@ -283,6 +283,20 @@ def fine_offload_needs_first_offload_code(c: Any) -> str | None:
         return None
     if str(c.env.get("NVTE_CPU_OFFLOAD_V1", "0")) != "1":
         return "set NVTE_CPU_OFFLOAD_V1=1, or Transformer Engine offloads weights too"
+    return None
+
+
+@rule(
+    "F09",
+    VALIDATE,
+    until="0.16.1",
+    frontends=_BRIDGE,
+    fix=[{"fine_grained_activation_offloading": False}],
+)
+def fine_offload_asks_for_the_te_version(c: Any) -> str | None:
+    """Fine-grained offload without Transformer Engine: Bridge 0.3 compares a missing version."""
+    if c.fine_grained_activation_offloading and not c.te_installed:
+        return "fine-grained offload needs Transformer Engine"
     return None
 
 
