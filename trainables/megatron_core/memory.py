@@ -101,6 +101,7 @@ class _TrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tracker: StorageTracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tracker = tracker
+        self._communicating = False
 
     def __torch_dispatch__(
         self,
@@ -110,9 +111,16 @@ class _TrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "c10d":
-            return _run_collective(func, args, kwargs)
+        if func.namespace == "c10d" and not self._communicating:
+            # Waiting for some of Gloo's works runs operators on their buffers, in this mode.
+            self._communicating = True
+            try:
+                return _run_collective(func, args, kwargs)
+            finally:
+                self._communicating = False
         result = func(*args, **kwargs)
+        if self._communicating:
+            return result
         if isinstance(result, torch.Tensor):
             self._tracker.see(result)
         elif isinstance(result, (list, tuple)):
