@@ -84,6 +84,7 @@ _CONFIG_OPTIONS = {
         "overlap_moe_expert_parallel_comm",
         "delay_wgrad_compute",
         "defer_embedding_wgrad_compute",
+        "wgrad_deferral_limit",
         "tp_comm_overlap",
         "attention_backend",
         "deterministic_mode",
