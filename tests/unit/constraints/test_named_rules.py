@@ -238,6 +238,11 @@ CASES = [
         {"tensor_parallel_num_weight_shards": 2, "num_distributed_optimizer_instances": 2},
         "0.19.2",
     ),
+    ("B05", {"deterministic_mode": True, "cross_entropy_loss_fusion": True}, "0.18.0", LM),
+    ("B05", {"deterministic_mode": True}, "0.16.1", LM),
+    ("P29", {"hybrid_context_parallel": True}, "0.16.1", LM),
+    ("E20", {"qk_clip": True, "te_version": "2.8"}, "0.16.1", LM),
+    ("E20", {"moe_latent_size": 512}, "0.17.0", LM),
     ("V02", {"cuda_graph_impl": "local", "cuda_graph_scope": None}, "0.16.1", LM),
     ("M19", {**MOE, "moe_permute_fusion": True}, "0.16.1", "mcore", NO_TE),
     (

@@ -335,3 +335,60 @@ def _graphed_gradient_problem(c: Any) -> str | None:
     if "attn" in modules and (c.add_bias_linear or c.add_qkv_bias):
         return "delaying weight gradients inside a graph excludes attention bias"
     return None
+
+
+@rule(
+    "B05",
+    VALIDATE,
+    until="0.18.0",
+    frontends=_LM,
+    layer="given",
+    fix=[{"deterministic_mode": False}],
+)
+def deterministic_mode_is_consistent(c: Any) -> str | None:
+    """deterministic_mode with cross_entropy_loss_fusion or without a fixed NCCL_ALGO."""
+    if not c.deterministic_mode:
+        return None
+    if c.cross_entropy_loss_fusion:
+        return "fused cross entropy is not deterministic"
+    if c.env.get("NCCL_ALGO") not in ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS"):
+        return "deterministic mode needs a fixed NCCL_ALGO such as Ring"
+    return None
+
+
+@rule("P29", VALIDATE, frontends=_LM, layer="given", fix=[{"hybrid_context_parallel": False}])
+def hybrid_context_parallel_stands_alone(c: Any) -> str | None:
+    """hybrid_context_parallel with a pipeline, graphs or FSDP, or without per-token loss."""
+    if not c.hybrid_context_parallel:
+        return None
+    if c.pipeline_model_parallel_size > 1 or c.use_megatron_fsdp:
+        return "hybrid context parallelism works neither with a pipeline nor with FSDP"
+    if not c.calculate_per_token_loss:
+        return "hybrid context parallelism needs calculate_per_token_loss"
+    return None
+
+
+@rule(
+    "E20",
+    VALIDATE,
+    frontends=_LM,
+    layer="given",
+    fix=[{"qk_clip": False, "log_max_attention_logit": False}],
+)
+def attention_clipping_is_supported(c: Any) -> str | None:
+    """qk_clip or log_max_attention_logit with Transformer Engine before 2.9, or clipping values
+    out of range."""
+    if (c.qk_clip or c.log_max_attention_logit) and c.te < (2, 9):
+        return "clipping or logging attention logits needs Transformer Engine 2.9"
+    if c.qk_clip and not (0.0 < c.qk_clip_alpha < 1.0 and c.qk_clip_threshold > 0):
+        return "qk_clip_alpha must lie between 0 and 1, and qk_clip_threshold above 0"
+    return None
+
+
+@rule("E20", VALIDATE, frontends=_LM, layer="given", fix=[{"moe_latent_size": None}])
+def latent_experts_need_experts(c: Any) -> str | None:
+    """moe_latent_size that is not positive, or on a model without experts."""
+    size = c.moe_latent_size
+    if size is not None and (size <= 0 or not c.num_moe_experts):
+        return "moe_latent_size must be positive and needs experts"
+    return None
