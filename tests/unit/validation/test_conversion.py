@@ -115,6 +115,12 @@ def test_a_functional_test_unknown_by_name_is_read_from_the_row():
     assert "unpublished options at Megatron-LM's defaults" in unknown.assumptions
 
 
+def test_retired_deterministic_tests_had_unfused_attention_only():
+    row = next(r for r in ROWS.values() if r["id"] == "mcore-golden-0075")
+    assert launch_of(row).config["attention_backend"] == "unfused"
+    assert "attention_backend" not in launch_of(row | {"num_gpus": 8}).config
+
+
 def test_unpublished_gpu_counts_are_bounded_by_the_step_time():
     row = next(r for r in ROWS.values() if r["id"] == "mcore-golden-0000")
     launch = launch_of(row)
