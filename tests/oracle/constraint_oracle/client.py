@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -68,7 +69,8 @@ class Oracle:
             assert worker.stdout is not None
             worker.kill()
             worker.wait()
-            worker.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # what it did not read
+                worker.stdin.close()
             worker.stdout.close()
         self._errors.close()
 
