@@ -101,7 +101,6 @@ class _TrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tracker: StorageTracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tracker = tracker
-        self._communicating = False
 
     def __torch_dispatch__(
         self,
@@ -111,16 +110,9 @@ class _TrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "c10d" and not self._communicating:
-            # Waiting for some of Gloo's works runs operators on their buffers, in this mode.
-            self._communicating = True
-            try:
-                return _run_collective(func, args, kwargs)
-            finally:
-                self._communicating = False
+        if func.namespace == "c10d":
+            return _run_collective(func, args, kwargs)
         result = func(*args, **kwargs)
-        if self._communicating:
-            return result
         if isinstance(result, torch.Tensor):
             self._tracker.see(result)
         elif isinstance(result, (list, tuple)):
@@ -144,6 +136,8 @@ def _run_collective(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     name = func._schema.name.rpartition("::")[2]
     if name in _RECEIVES:
         return func(*args, **kwargs)
+    from torch._C._distributed_c10d import FakeWork, Work
+
     # Inputs and outputs may be parts of one buffer, so whole storages are copied, once each.
     storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
     originals: dict[int, torch.Tensor] = {}
@@ -164,16 +158,15 @@ def _run_collective(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     result = func(*copied_args, **copied_kwargs)
     if name in _SENDS:
         return result
-    _wait(result)
-    for storage, copy in storages.values():
-        storage.copy_(copy)
-    return tree_map(lambda value: originals.get(id(value), value), result)
 
-
-def _wait(result: Any) -> None:
-    """Wait for the work object among an operator's results."""
-    from torch.distributed import Work
-
-    for value in result if isinstance(result, (list, tuple)) else (result,):
+    def finished(value: Any) -> Any:
         if isinstance(value, torch.ScriptObject):
             Work.unbox(value).wait()
+            # The caller waits as well, which would make some works copy their buffers again.
+            return FakeWork().boxed()
+        return originals.get(id(value), value)
+
+    results = tree_map(finished, result)
+    for storage, copy in storages.values():
+        storage.copy_(copy)
+    return results

@@ -115,7 +115,7 @@ def _unmark_expert_biases(model: GPTModel) -> None:
     """
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name and getattr(parameter, "sequence_parallel", False):
-            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            parameter.sequence_parallel = False
 
 
 def _mtp_spec(plan: BuildPlan, config: Any, stage: int | None) -> Any:
