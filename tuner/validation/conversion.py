@@ -74,8 +74,11 @@ _ARCH_OPTIONS = {
     "mtp_layers": "mtp-num-layers",
     "hybrid_pattern": "hybrid-layer-pattern",
 }
-_POSSIBLE_UTILISATION = 0.6
-"""No published run reaches a larger share of the peak rate; bounds unpublished GPU counts."""
+_POSSIBLE_UTILISATION = {"ampere": 0.67, "hopper": 0.48, "blackwell": 0.4}
+"""Largest share of the bf16 peak that published runs reached; bounds unpublished GPU counts."""
+
+_LTS_TRANSFORMER_ENGINE = "2.0.0"
+"""Megatron-LM's long-term-support container: before dummy weight gradients were cached."""
 
 
 def launch_of(row: Mapping[str, Any]) -> Launch:
@@ -119,8 +122,12 @@ def _is_of_old_container(row: Mapping[str, Any], options: Mapping[str, Any]) -> 
     Tests that no longer run (their GPU count is in no recipe) keep the values of the container of
     their time; the long-term-support one had no deterministic fused or flash attention then.
     """
-    retired = row.get("num_gpus") is None and str(row.get("source_version")).endswith("lts")
+    retired = row.get("num_gpus") is None and _is_lts(row)
     return retired and bool(options.get("deterministic-mode"))
+
+
+def _is_lts(row: Mapping[str, Any]) -> bool:
+    return str(row.get("source_version")).endswith("lts")
 
 
 def _simumax_launch(row: Mapping[str, Any]) -> Launch:
@@ -213,7 +220,7 @@ def _megatron_lm_launch(
         gpus_per_node=row.get("gpus_per_node") or 8,
         link_domain_gpus=row.get("nvlink_domain"),
         environment=dict(environment),
-        te_version=te,
+        te_version=te or (_LTS_TRANSFORMER_ENGINE if _is_lts(row) else None),
         assumptions=tuple(assumptions),
     )
 
@@ -264,7 +271,9 @@ def _busy_gpus(row: Mapping[str, Any]) -> int:
         matrices * width * arch["hidden_size"] * active + 3 * arch["hidden_size"] ** 2
     )
     work = 6 * weights * batch * row["seq_length"]
-    return int(work / seconds / (_POSSIBLE_UTILISATION * get_gpu(row["gpu"]).peak_flops["bf16"]))
+    gpu = get_gpu(row["gpu"])
+    rate = _POSSIBLE_UTILISATION.get(gpu.architecture, 0.5) * gpu.peak_flops["bf16"]
+    return int(work / seconds / rate)
 
 
 def _with_assumptions(launch: Launch, *notes: str) -> Launch:
