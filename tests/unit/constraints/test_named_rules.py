@@ -238,6 +238,19 @@ CASES = [
         {"tensor_parallel_num_weight_shards": 2, "num_distributed_optimizer_instances": 2},
         "0.19.2",
     ),
+    *(
+        (
+            "F09",
+            {
+                "fine_grained_activation_offloading": True,
+                "offload_modules": ["core_attn"],
+                "te_version": "none",
+            },
+            "0.16.1",
+            frontend,
+        )
+        for frontend in (BRIDGE, LM)
+    ),
     ("B05", {"deterministic_mode": True, "cross_entropy_loss_fusion": True}, "0.18.0", LM),
     ("B05", {"deterministic_mode": True}, "0.16.1", LM),
     ("P29", {"hybrid_context_parallel": True}, "0.16.1", LM),

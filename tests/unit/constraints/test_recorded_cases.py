@@ -8,8 +8,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
+from test_named_rules import CASES as NAMED_CASES
 
-from tuner.constraints import FRONTENDS, MCORE_VERSIONS, CheckResult, check
+from tuner.constraints import FRONTENDS, MCORE_VERSIONS, CheckResult, check, load_rules
 
 DATA = Path(__file__).parents[2] / "data" / "constraints"
 SETS = [(version, frontend) for version in MCORE_VERSIONS for frontend in FRONTENDS]
@@ -125,3 +126,11 @@ def test_the_fix_of_a_single_violation_makes_the_candidate_valid(version, fronte
     assert total >= 20
     assert cured >= 0.95 * total
     assert changed <= 1.3 * total
+
+
+def test_every_error_rule_is_triggered_by_a_recorded_or_a_named_case():
+    triggered = {case[0] for case in NAMED_CASES}
+    for version, frontend in SETS:
+        for _, _, result in recorded(version, frontend):
+            triggered.update(violation.rule for violation in result.errors)
+    assert {rule.id for rule in load_rules() if rule.kind == "error"} - triggered == set()

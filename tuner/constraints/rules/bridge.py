@@ -294,7 +294,7 @@ def fine_offload_needs_first_offload_code(c: Any) -> str | None:
     fix=[{"fine_grained_activation_offloading": False}],
 )
 def fine_offload_asks_for_the_te_version(c: Any) -> str | None:
-    """Fine-grained offload without Transformer Engine: Bridge 0.3 compares a missing version."""
+    """Fine-grained offload without Transformer Engine: 0.16 compares a missing version."""
     if c.fine_grained_activation_offloading and not c.te:
         return "fine-grained offload needs Transformer Engine"
     return None
