@@ -353,6 +353,26 @@ def lone_ranks_do_not_reduce() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def optimizers_import_no_compiler() -> Iterator[None]:
+    """torch/optim/optimizer.py guards methods of optimizers against compilation.
+
+    The guards import Dynamo on the first call, about a second of every start. The one of `step`
+    turns gradients off besides.
+    """
+    import torch
+    from torch.optim import Adam, Optimizer
+
+    def unguarded(method: Callable[..., Any]) -> Callable[..., Any]:
+        return getattr(method, "__wrapped__", method)
+
+    names = ("add_param_group", "state_dict", "load_state_dict")
+    methods = {name: unguarded(getattr(Optimizer, name)) for name in names}
+    step = torch.no_grad()(unguarded(Adam.step))
+    with replaced(Optimizer, **methods), replaced(Adam, step=step):
+        yield
+
+
 PATCHES: tuple[Callable[[], Any], ...] = (
     current_device_is_cpu,
     streams_do_nothing,
@@ -366,6 +386,7 @@ PATCHES: tuple[Callable[[], Any], ...] = (
     uneven_collectives_work,
     equal_groups_are_shared,
     lone_ranks_do_not_reduce,
+    optimizers_import_no_compiler,
 )
 """Patches of `cpu_device`, in the order they are applied."""
 

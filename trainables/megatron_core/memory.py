@@ -102,6 +102,11 @@ class _TrackingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._tracker = tracker
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; the guard against it would import the compiler."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -22,7 +22,9 @@ _SINK = ".softmax_offset"
 _RANDOM_VECTORS = (_SINK, ".router.bias")
 """Ends of the names of vectors that Megatron-Core draws at random; the others are constant."""
 
-_CHUNK_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 24}
+"""Elements computed at once: what a core's cache holds; what fills a GPU."""
+
 _DECODER_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 _GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)$")
@@ -127,7 +129,7 @@ def _fill(parameter: torch.Tensor, shard: Shard, stream: int, std: float) -> Non
     in_place = type(parameter.data) is torch.Tensor
     target = parameter.data if in_place else torch.empty(parameter.shape, device=device)
     flat = target.view(rows, columns)
-    step = max(1, _CHUNK_ELEMENTS // columns)
+    step = max(1, _CHUNK_ELEMENTS.get(device.type, 1 << 20) // columns)
     for start in range(0, rows, step):
         index = row_index[start : start + step, None] * whole_columns + column_index
         flat[start : start + step] = (uniform(index, stream) * 2.0 - 1.0) * (std * math.sqrt(3.0))
