@@ -1,6 +1,7 @@
 """Search spaces: conditional axes, composition, and errors that name the axis."""
 
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -48,6 +49,16 @@ def test_enumeration_lists_every_point_once():
     points = list(parse_space(CONDITIONAL, where="x").enumerate())
     assert len(points) == 1 + 4 + 2
     assert len({repr(sorted(p.items())) for p in points}) == len(points)
+
+
+def test_points_are_all_points_shuffled_or_as_many_random_draws():
+    space = parse_space(CONDITIONAL, where="x")
+    everything = space.points(100, Random(1))
+    assert sorted(map(repr, everything)) == sorted(map(repr, space.enumerate()))
+    drawn = space.points(3, Random(1))
+    assert len(drawn) == 3
+    assert drawn == space.points(3, Random(1))
+    assert all(point in everything for point in drawn)
 
 
 def test_labels_undo_suggest_for_every_point_of_the_shipped_cpu_space():

@@ -24,6 +24,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any, Protocol
 
 from tuner.errors import InputError, nearest_name
@@ -51,6 +52,14 @@ class Chooser(Protocol):
     """Whatever picks one of several labelled choices: an Optuna trial, for one."""
 
     def suggest_categorical(self, name: str, choices: Sequence[str]) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _RandomChooser:
+    random: Random
+
+    def suggest_categorical(self, name: str, choices: Sequence[str]) -> str:
+        return self.random.choice(choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +97,15 @@ class SearchSpace:
             return
         for value in axis.values:
             yield from self._walk(depth + 1, {**chosen, axis.field: value})
+
+    def points(self, at_most: int, random: Random) -> list[dict[str, Value]]:
+        """Every point in random order, or `at_most` random draws where there are more."""
+        listed = list(itertools.islice(self.enumerate(), at_most + 1))
+        if len(listed) > at_most:
+            chooser = _RandomChooser(random)
+            return [self.suggest(chooser) for _ in range(at_most)]
+        random.shuffle(listed)
+        return listed
 
     def labels(self, flat: Mapping[str, Value]) -> dict[str, str]:
         """The choice of every existing axis that gives this flat candidate (`suggest` undone).

@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -231,21 +231,14 @@ class TuningStudy:
     def _enqueue_unseen(self) -> bool:
         """Propose a valid candidate not seen before, at random; False when there is none left."""
         if self._unseen is None:
-            self._unseen = list(self._valid_points())
-            self._random.shuffle(self._unseen)
+            self._unseen = self._space.points(_LISTED_AT_MOST, self._random)
         while self._unseen:
             flat = self._unseen.pop()
-            if Candidate.from_flat(flat).key not in self._seen:
+            candidate = Candidate.from_flat(flat)
+            if candidate.key not in self._seen and self._check(candidate) is None:
                 self._study.enqueue_trial(self._space.labels(flat))
                 return True
         return False
-
-    def _valid_points(self) -> Iterator[dict[str, Any]]:
-        for position, flat in enumerate(self._space.enumerate()):
-            if position >= _LISTED_AT_MOST:
-                return
-            if self._check(Candidate.from_flat(flat)) is None:
-                yield flat
 
     def _open_trial(self, number: int) -> optuna.Trial:
         import optuna

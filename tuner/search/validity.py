@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 from tuner.candidate import Candidate
@@ -12,7 +13,7 @@ from tuner.constraints import Capabilities, check
 from tuner.search.space import SearchSpace
 from tuner.search.study import Rejection
 
-_LOOKED_AT = 20_000
+_LOOKED_AT = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +55,20 @@ class ValidityChecker:
 def why_nothing_is_valid(space: SearchSpace, checker: ValidityChecker) -> str | None:
     """None as soon as one point of the space is valid; else the rule that rejects most of it.
 
-    Looks at the first 20,000 points.
+    Looks at every point, or at random ones where the space has more than 5,000.
     """
-    rules: Counter[Rejection] = Counter()
-    for position, flat in enumerate(space.enumerate()):
-        if position >= _LOOKED_AT:
-            return None
+    rejections: Counter[Rejection] = Counter()
+    for flat in space.points(_LOOKED_AT, Random(0)):
         rejection = checker(Candidate.from_flat(flat))
         if rejection is None:
             return None
-        rules[rejection] += 1
-    if not rules:
+        rejections[rejection] += 1
+    if not rejections:
         return "the space has no point"
-    (rejection, count), *_ = rules.most_common(1)
+    (worst, count), *_ = rejections.most_common(1)
+    looked_at = sum(rejections.values())
+    which = "all" if looked_at < _LOOKED_AT else "the"
     return (
-        f"all {sum(rules.values())} candidates are invalid; "
-        f"rule {rejection.rule} rejects {count} of them: {rejection.message}"
+        f"{which} {looked_at} candidates looked at are invalid; "
+        f"rule {worst.rule} rejects {count} of them: {worst.message}"
     )
