@@ -31,6 +31,12 @@ class OutputFormat(str, Enum):
     JSON = "json"
 
 
+class Method(str, Enum):
+    """How memory is estimated."""
+
+    DRYRUN = "dryrun"
+
+
 Format = Annotated[OutputFormat, typer.Option("--format", help="Print text or one JSON document.")]
 
 
@@ -55,6 +61,42 @@ def check(
     raise typer.Exit(
         run_check(config, jsonl, mcore, frontend, fix=fix, as_json=output is OutputFormat.JSON)
     )
+
+
+@app.command()
+def estimate(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="YAML or JSON file: {model, world_size, seq_length, global_batch_size, gpu, config}."
+        ),
+    ] = None,
+    jsonl: Annotated[
+        Path | None, typer.Option("--jsonl", help="Estimate one JSON document per line instead.")
+    ] = None,
+    method: Annotated[
+        Method, typer.Option(help="dryrun: real Megatron-Core on tensors without data.")
+    ] = Method.DRYRUN,
+    output: Format = OutputFormat.TEXT,
+) -> None:
+    """Predict peak memory per rank, and whether it fits the GPU; no GPU is needed."""
+    from tuner.commands.estimate import run_estimate
+
+    raise typer.Exit(run_estimate(config, jsonl, as_json=output is OutputFormat.JSON))
+
+
+@app.command()
+def validate(
+    data: Annotated[Path, typer.Argument(help="Measured runs, one JSON object per line.")],
+    jsonl_out: Annotated[
+        Path | None, typer.Option("--jsonl-out", help="Write each compared row there.")
+    ] = None,
+    output: Format = OutputFormat.TEXT,
+) -> None:
+    """Compare estimates with published or recorded measurements."""
+    from tuner.commands.validate import run_validate
+
+    raise typer.Exit(run_validate(data, jsonl_out, as_json=output is OutputFormat.JSON))
 
 
 @app.command()

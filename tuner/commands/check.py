@@ -56,7 +56,7 @@ def _answer(flat: Mapping[str, Any], mcore: str, frontend: str, *, fix: bool) ->
 def _check_lines(path: Path, mcore: str, frontend: str, *, fix: bool) -> int:
     """One JSON answer per input line, in order; a line that is no configuration says so."""
     all_valid = True
-    for number, line in _lines(path):
+    for number, line in numbered_lines(path):
         where = f"{path}:{number}"
         try:
             document = json.loads(line)
@@ -72,7 +72,8 @@ def _check_lines(path: Path, mcore: str, frontend: str, *, fix: bool) -> int:
     return 0 if all_valid else 1
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file with their numbers, blank ones left out; "-" is standard input."""
     if str(path) != "-" and not path.is_file():
         read_text(path)  # raises the error that names what is wrong with it
     with open(0 if str(path) == "-" else path, encoding="utf-8", errors="replace") as handle:

@@ -1,0 +1,97 @@
+"""`tuner estimate`: what a configuration needs, from a dry run of real Megatron-Core."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tuner.commands.check import numbered_lines
+from tuner.commands.output import console, print_json
+from tuner.configuration import resolve_model
+from tuner.errors import EnvironmentLacksError, InputError
+from tuner.files import read_yaml_mapping
+
+_GIB = 2**30
+
+
+def run_estimate(config: Path | None, jsonl: Path | None, *, as_json: bool) -> int:
+    """Estimate and print; 0 where everything fits, 1 where something does not."""
+    if (config is None) == (jsonl is None):
+        raise InputError("give a CONFIG file or --jsonl FILE", fix="see tuner estimate --help")
+    if jsonl is not None:
+        return _estimate_lines(jsonl)
+    assert config is not None
+    answer = estimate_document(
+        read_yaml_mapping(config), where=str(config), base_folder=config.parent
+    )
+    if as_json:
+        print_json(answer)
+    else:
+        _print_estimate(answer, str(config))
+    return 0 if answer["fits"] else 1
+
+
+def estimate_document(
+    document: Mapping[str, Any], *, where: str, base_folder: Path = Path()
+) -> dict[str, Any]:
+    """The estimate of one input document. Raises InputError naming the field and the file."""
+    from tuner.estimate import estimate
+    from tuner.memory import UnsupportedError
+
+    try:
+        if document.get("model") is not None:
+            model = resolve_model(document["model"], base_folder)
+            document = {**document, "model": model.to_flat()}
+        return estimate(document)
+    except UnsupportedError as error:
+        raise InputError(f"cannot be estimated: {error}", where=where) from None
+    except InputError as error:
+        raise error.at(where) from None
+    except EnvironmentLacksError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise InputError(str(error), where=where) from None
+
+
+def _estimate_lines(path: Path) -> int:
+    """One JSON answer per input line, in order; a line that cannot be estimated says why."""
+    everything_fits = True
+    for number, line in numbered_lines(path):
+        where = f"{path}:{number}"
+        try:
+            document = json.loads(line)
+            if not isinstance(document, dict):
+                raise InputError("is not a JSON object", where=where)
+            answer = estimate_document(document, where=where, base_folder=path.parent)
+        except (ValueError, RecursionError) as error:
+            answer = {"fits": False, "input_error": str(error)}
+        everything_fits &= bool(answer["fits"])
+        print(json.dumps(answer, default=str), flush=True)
+    return 0 if everything_fits else 1
+
+
+def _print_estimate(answer: Mapping[str, Any], name: str) -> None:
+    from rich.table import Table
+
+    out = console()
+    verdict = "[green]fits[/green]" if answer["fits"] else "[red]does not fit[/red]"
+    out.print(
+        f"{name}: {verdict}; peak {answer['peak_allocated_bytes'] / _GIB:.2f} GiB allocated, "
+        f"{answer['peak_reserved_bytes'] / _GIB:.2f} GiB reserved"
+    )
+    table = Table(
+        "rank", "stage", "allocated GiB", "reserved GiB", "made of (GiB)", box=None, pad_edge=False
+    )
+    for rank in answer["ranks"]:
+        parts = sorted(rank["breakdown"].items(), key=lambda item: -item[1])
+        shown = [f"{part} {held / _GIB:.2f}" for part, held in parts if held >= 0.005 * _GIB]
+        table.add_row(
+            str(rank["rank"]),
+            str(rank["stage"]),
+            f"{rank['allocated_bytes'] / _GIB:.2f}",
+            f"{rank['reserved_bytes'] / _GIB:.2f}",
+            ", ".join(shown),
+        )
+    out.print(table)
