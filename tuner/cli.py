@@ -68,7 +68,7 @@ def estimate(
     config: Annotated[
         Path | None,
         typer.Argument(
-            help="YAML or JSON file: {model, world_size, seq_length, global_batch_size, gpu, config}."
+            help="YAML or JSON: {model, world_size, seq_length, global_batch_size, gpu, config}."
         ),
     ] = None,
     jsonl: Annotated[
