@@ -187,10 +187,12 @@ def run_batch_size(request: EstimateRequest) -> int:
     through; three rounds of the pipeline are past that point under every schedule of Megatron-Core,
     and four micro-batches are past the first accumulation of gradients.
     """
-    stages = request.candidate.pipeline_model_parallel_size
-    replicas = max(1, request.world_size // max(1, request.candidate.model_parallel_size()))
-    step = request.candidate.micro_batch_size * replicas
-    return min(request.global_batch_size, step * max(4, 3 * stages))
+    candidate = request.candidate
+    group = dict(candidate.extra).get("microbatch_group_size_per_vp_stage") or 1
+    replicas = max(1, request.world_size // max(1, candidate.model_parallel_size()))
+    step = candidate.micro_batch_size * replicas
+    round_size = max(candidate.pipeline_model_parallel_size, group)
+    return min(request.global_batch_size, step * max(4, 3 * round_size))
 
 
 def dry_run_trace(request: EstimateRequest, rank: int) -> Trace:
