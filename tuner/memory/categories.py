@@ -50,7 +50,9 @@ _BY_PHASE = {
     "build": OTHER,
 }
 _LOSS_MODULES = ("output_layer", "loss")
-_WORKSPACE_MODULES = ("cuBLAS workspace", "Transformer Engine workspace")
+CUBLAS_WORKSPACE = "cuBLAS workspace"
+TRANSFORMER_ENGINE_WORKSPACE = "Transformer Engine workspace"
+"""Modules under which workspaces are filed."""
 
 
 def categorised(trace: Trace, labels: Mapping[int, str], forward_ends: NDArray[np.int64]) -> Trace:
@@ -91,7 +93,7 @@ def categorised(trace: Trace, labels: Mapping[int, str], forward_ends: NDArray[n
     category[stays] = codes[OPTIMIZER_STATE]
     for block, label in labels.items():
         category[block] = codes[label]
-    for name in _WORKSPACE_MODULES:
+    for name in (CUBLAS_WORKSPACE, TRANSFORMER_ENGINE_WORKSPACE):
         category[module == _index(trace.module_names, name)] = codes[WORKSPACES]
     return replace(trace, category=category[trace.block], category_names=CATEGORIES)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tuner.memory.categories import CUBLAS_WORKSPACE
 from tuner.memory.recorder import Handler, Recorder, allocate
 
 _KIB = 1024
@@ -41,7 +42,7 @@ def workspace_handlers(size_bytes: int, backward_phases: frozenset[int]) -> dict
     ) -> Any:
         in_backward = recorder.phase in backward_phases
         if size_bytes and in_backward not in kept:
-            with recorder.in_module("cuBLAS workspace"):
+            with recorder.in_module(CUBLAS_WORKSPACE):
                 kept[in_backward] = allocate((size_bytes,), torch.uint8)
         return func(*args, **kwargs)
 

@@ -17,8 +17,8 @@ class DryRunRequest:
     `model` and `config` are flat mappings of Megatron-Core field names, as in `TrialSpec`. `layers`
     says whose layers run: "transformer_engine" (a CUDA device, layers that keep what Transformer
     Engine of version `te_version` keeps) or "local" (the layers that real runs on a CPU use, with
-    every tensor counted). `architecture` is that of the GPU. `batch_fields` are the tensors of a
-    micro-batch on the device, as a training script makes them.
+    every tensor counted). `architecture` is that of the GPU. With
+    `boundaries` the trace carries markers between the units of the model.
     """
 
     model: Mapping[str, Any]
@@ -32,7 +32,7 @@ class DryRunRequest:
     te_version: str = "2.9.0"
     architecture: str = "hopper"
     steps: int = 2
-    max_microbatches: int | None = None
+    boundaries: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

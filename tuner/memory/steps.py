@@ -7,6 +7,7 @@ its global state is left behind.
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -69,18 +70,19 @@ def record_in_framework(request: DryRunRequest) -> tuple[Trace, dict[str, str]]:
         watch = attribution.Attribution(recorder)
         stack.enter_context(_collecting_garbage_between_steps())
         stack.enter_context(recorder.recording())
-        labels = _run(request, plan, recorder, watch, attention_mask)
-        return watch.categorised(labels), _assumptions(request)
+        labels, stated = _run(request, plan, recorder, watch, attention_mask)
+        return watch.categorised(labels), _assumptions(request) | stated
 
 
 def _run(
     request: DryRunRequest, plan: Any, recorder: Any, watch: Any, attention_mask: bool
-) -> dict[int, str]:
-    """Build and step; gives the category of the blocks known by what they are."""
+) -> tuple[dict[int, str], dict[str, str]]:
+    """Build and step; gives the category of blocks known by what they are, and what to state."""
     from trainables.megatron_core.model import build_training_state
     from trainables.megatron_core.processes import initialize_parallel_state
-    from trainables.megatron_core.schedule import TrainingStep
+    from trainables.megatron_core.schedule import TrainingStep, unwrapped
     from tuner.memory.attribution import BUILD, OPTIMIZER, STEP
+    from tuner.memory.boundaries import boundaries_marked
     from tuner.memory.script import ScriptStep
 
     with recorder.in_phase(BUILD):
@@ -93,13 +95,53 @@ def _run(
     if request.layers == LOCAL:
         step = TrainingStep(plan, state)
     _file_under(recorder, OPTIMIZER, state.optimizer)
-    with watch.active(), recorder.in_phase(STEP):
+    stated: dict[str, str] = {}
+    model = unwrapped(state.chunks[0])
+    with ExitStack() as stack:
+        stack.enter_context(watch.active())
+        stack.enter_context(recorder.in_phase(STEP))
+        if request.boundaries:
+            stack.enter_context(boundaries_marked(recorder, model))
+            stated["parameters"] = json.dumps(_parameters_by_unit(model))
         for number in range(1, request.steps + 1):
             gc.collect()
             recorder.mark(step_start(number))
             step(number)
             recorder.mark(step_end(number))
-    return labels
+    if request.boundaries:
+        stated["placeholders"] = json.dumps(_placeholders_by_unit(model))
+    return labels, stated
+
+
+def _parameters_by_unit(model: Any) -> dict[str, list[int]]:
+    """Dense and expert parameters of the embedding, each decoder layer and the head."""
+    counts: dict[str, list[int]] = {"embedding": [0, 0], "head": [0, 0]}
+    for name, parameter in model.named_parameters():
+        expert = not getattr(parameter, "allreduce", True)
+        counts.setdefault(_unit_of(name), [0, 0])[expert] += parameter.numel()
+    return counts
+
+
+def _placeholders_by_unit(model: Any) -> dict[str, dict[str, int]]:
+    """Bytes of the placeholder gradients that the weights of each unit share, by shape."""
+    from tuner.memory.te.state import process
+
+    found: dict[str, dict[str, int]] = {}
+    for name, parameter in model.named_parameters():
+        key = (*parameter.shape, parameter.dtype)
+        if (
+            key in process.dummy_gradients and _unit_of(name) != "embedding"
+        ):  # no product of its own
+            size = parameter.numel() * parameter.element_size()
+            found.setdefault(_unit_of(name), {})[str(key)] = size
+    return found
+
+
+def _unit_of(name: str) -> str:
+    """The unit that the parameter `name` of a model belongs to."""
+    if name.startswith("decoder.layers."):
+        return f"layer {name.split('.')[2]}"
+    return "embedding" if name.startswith("embedding.") else "head"
 
 
 def _file_under(recorder: Any, phase: str, optimizer: Any) -> None:

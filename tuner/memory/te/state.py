@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tuner.memory.categories import TRANSFORMER_ENGINE_WORKSPACE
 from tuner.memory.recorder import active_recorder, allocate
 
 _CACHE_SINCE = (2, 3)
@@ -65,7 +66,7 @@ def _workspace() -> torch.Tensor:
     recorder = active_recorder()
     if recorder is None:
         return allocate((size,), torch.uint8)
-    with recorder.in_module("Transformer Engine workspace"):
+    with recorder.in_module(TRANSFORMER_ENGINE_WORKSPACE):
         return allocate((size,), torch.uint8)
 
 
