@@ -77,7 +77,7 @@ _ARCH_OPTIONS = {
 _POSSIBLE_UTILISATION = {"ampere": 0.67, "hopper": 0.48, "blackwell": 0.4}
 """Largest share of the bf16 peak that published runs reached; bounds unpublished GPU counts."""
 
-_LTS_TRANSFORMER_ENGINE = "2.0.0"
+_LTS_TRANSFORMER_ENGINE = "2.2.0"
 """Megatron-LM's long-term-support container: before dummy weight gradients were cached."""
 
 
