@@ -104,7 +104,10 @@ class _Clock:
     """Seconds spent in each phase since the process was started."""
 
     def __init__(self) -> None:
-        self.phases_s: dict[str, float] = {}
+        import psutil
+
+        started = time.time() - psutil.Process().create_time()
+        self.phases_s: dict[str, float] = {"interpreter and torch": round(started, 3)}
         self._last = time.perf_counter()
 
     def mark(self, phase: str) -> None:
