@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "oracle")]
 
 from constraint_oracle import wheels  # noqa: E402
-from constraint_oracle.agreement import Agreement, compare, tuner_judge  # noqa: E402
+from constraint_oracle.agreement import Agreement, compare, describe, tuner_judge  # noqa: E402
 from constraint_oracle.client import FRONTENDS, Oracle  # noqa: E402
 from constraint_oracle.generator import CandidateGenerator, Weights  # noqa: E402
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(missing, file=sys.stderr)
                 return 3
             seconds[f"{mcore} {frontend}"] = round(time.perf_counter() - started, 1)
-            print(f"{mcore} {frontend}: {outcomes[-1].rate:.4%}", file=sys.stderr)
+            print(f"{mcore} {frontend}: {outcomes[-1].rate:.4%}", file=sys.stderr, flush=True)
     print(json.dumps(summary(outcomes) | {"seconds": seconds, "command": _command()}, indent=1))
     return int(any(one.disagreeing for one in outcomes))
 
@@ -59,6 +59,8 @@ def run(mcore: str, frontend: str, count: int, seed: int, weights: Weights) -> A
             size = min(BATCH, count - total.candidates)
             configs = [generator.draw() for _ in range(size)]
             part = compare(oracle, judge, configs, oracle.ask(configs))
+            if part.disagreeing:
+                print(describe(part), file=sys.stderr, flush=True)
             total.candidates += part.candidates
             total.valid += part.valid
             total.disagreeing += part.disagreeing
