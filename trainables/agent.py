@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainables.failures import RankFailure, describe_exception
-from trainables.processes import AGENT_PID_VARIABLE, die_with_standard_input
+from trainables.processes import AGENT_PID_VARIABLE, die_with_standard_input, leave
 from tuner.measurement import write_json_atomically
 
 FAILURES_FILE = "failures.json"
@@ -96,4 +96,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainables.failures import describe_exception
-from trainables.processes import die_with_parent
+from trainables.processes import die_with_parent, leave
 from tuner.measurement import TrialSpec, write_json_atomically
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     _recording_errors(run_rank)(arguments.spec, arguments.output)
+    leave(0)
 
 
 def _recording_errors(function: Any) -> Any:
