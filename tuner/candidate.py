@@ -165,6 +165,9 @@ class Candidate:
         return ", ".join(parts)
 
 
+DEFAULTS: Mapping[str, Any] = {f.name: f.default for f in fields(Candidate)}
+"""What each tunable field is where a flat mapping does not name it."""
+
 _ALWAYS_WRITTEN = {
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",

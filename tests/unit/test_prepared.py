@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tuner.candidate import Candidate
 from tuner.cluster.prepared import prepare
@@ -87,6 +88,16 @@ def test_what_is_wrong_with_a_job_is_named(changes, words):
     with pytest.raises(InputError) as error:
         prepared(**changes)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_the_job_of_the_readme_is_ready_to_run():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    text = readme.split("```yaml\n")[1].split("```")[0]
+    job = parse_job(yaml.safe_load(text), where="README.md")
+    ready = prepare(job, where="README.md", base_folder=Path())
+    start = Candidate.from_flat(job.search.start[0])
+    assert ready.checker(start) is None
+    assert ready.spec_of(start).world_size == 64
 
 
 @pytest.mark.parametrize("model", ["llama3-70b", "qwen3-30b-a3b", "deepseek-v3"])

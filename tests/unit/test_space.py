@@ -77,6 +77,15 @@ def test_labels_survive_the_canonical_form_of_a_candidate():
         )
 
 
+def test_a_candidate_that_leaves_fields_out_has_their_defaults_there():
+    space = load_space("dense")
+    labels = space.labels({"tensor_model_parallel_size": 2, "sequence_parallel": True})
+    assert labels["cuda_graph_impl"] == "none"
+    assert labels["cpu_offloading"] == "false"
+    assert labels["micro_batch_size"] == "1"
+    assert labels["env.PYTORCH_CUDA_ALLOC_CONF"] == label_of(None)
+
+
 def test_environment_variables_are_axes_of_their_own():
     space = parse_space({"axes": {"env.A": [None, "1"], "env.B": ["x"]}}, where="x")
     assert list(space.enumerate()) == [{"env": {"B": "x"}}, {"env": {"A": "1", "B": "x"}}]

@@ -27,6 +27,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
+from tuner.candidate import DEFAULTS
 from tuner.errors import InputError, nearest_name
 from tuner.files import read_yaml_mapping
 
@@ -116,13 +117,14 @@ class SearchSpace:
         for axis in self.axes:
             if not axis.enabled(chosen):
                 continue
-            value = chosen.get(axis.field)
+            value = chosen.get(axis.field, _default(axis))
             if value is None and None not in axis.values:
                 raise InputError(
                     "the candidate has no value for this axis of the space",
                     field=axis.field,
                     fix=f"give one of {list(axis.values)}",
                 )
+            chosen[axis.field] = value
             label = label_of(value)
             if label not in {label_of(offered) for offered in axis.values}:
                 raise InputError(
@@ -132,6 +134,13 @@ class SearchSpace:
                 )
             labels[axis.field] = label
         return labels
+
+
+def _default(axis: Axis) -> Value:
+    """What a candidate that does not name the field has there: the only choice, or the default."""
+    if len(axis.values) == 1:
+        return axis.values[0]
+    return DEFAULTS.get(axis.field)
 
 
 def label_of(value: Value) -> str:
