@@ -52,7 +52,7 @@ def rank_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return write
 
 
-def a_spec(timeout_s: float = 60.0, **config: object) -> TrialSpec:
+def a_spec(timeout_s: float = 300.0, **config: object) -> TrialSpec:
     return TrialSpec(
         model={},
         config=config,
@@ -68,7 +68,7 @@ def rank_pids(output: Path) -> list[int]:
 
 
 def wait_for_ranks(output: Path) -> list[int]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         pids = [path for path in output.glob("pid*") if path.read_text()]
         if len(pids) == WORLD_SIZE:
@@ -77,7 +77,7 @@ def wait_for_ranks(output: Path) -> list[int]:
     raise AssertionError("the ranks did not start")
 
 
-def assert_gone(pids: list[int], within_s: float = 5.0) -> None:
+def assert_gone(pids: list[int], within_s: float = 20.0) -> None:
     alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     alive = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     _, left = psutil.wait_procs(alive, timeout=within_s)
@@ -97,7 +97,7 @@ def test_a_rank_that_raises_is_named_with_its_exception(tmp_path: Path, rank_pro
         def main():
             if rank == 1:
                 raise KeyError("no such layer")
-            time.sleep(60)
+            time.sleep(600)
 
         main()
         """
@@ -106,14 +106,14 @@ def test_a_rank_that_raises_is_named_with_its_exception(tmp_path: Path, rank_pro
     assert result.outcome is Outcome.CRASHED
     assert result.reason == "rank 1: KeyError: 'no such layer'"
     assert written(tmp_path / "out") == result
-    assert result.duration_s < 40
+    assert result.duration_s < 300  # rank 0 was not waited for
     assert_gone(rank_pids(tmp_path / "out"))
 
 
 def test_a_rank_killed_by_a_signal_is_a_crash_that_names_the_signal(
     tmp_path: Path, rank_program
 ) -> None:
-    module = rank_program("os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(60)")
+    module = rank_program("os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(600)")
     result = run_trial(a_spec(), tmp_path / "out", module=module)
     assert result.outcome is Outcome.CRASHED
     assert result.reason.startswith("rank 0: ")
@@ -141,10 +141,10 @@ def test_a_failed_allocation_is_out_of_memory(tmp_path: Path, rank_program) -> N
 def test_ranks_that_hang_are_stopped_at_the_timeout(tmp_path: Path, rank_program) -> None:
     module = rank_program("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
     started = time.monotonic()
-    result = run_trial(a_spec(timeout_s=12.0), tmp_path / "out", module=module)
+    result = run_trial(a_spec(timeout_s=20.0), tmp_path / "out", module=module)
     assert result.outcome is Outcome.TIMEOUT
-    assert "timeout_s=12" in result.reason
-    assert time.monotonic() - started < 12 + 8
+    assert "timeout_s=20" in result.reason
+    assert time.monotonic() - started < 20 + 20
     assert len(rank_pids(tmp_path / "out")) == WORLD_SIZE
     assert_gone(rank_pids(tmp_path / "out"))
 
@@ -168,7 +168,7 @@ def test_processes_that_ranks_started_are_stopped_too(tmp_path: Path, rank_progr
     thread.start()
     pids = wait_for_ranks(tmp_path / "out")
     cancel.set()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert [result.outcome for result in results] == [Outcome.INTERRUPTED]
     assert_gone(pids)
 
@@ -200,7 +200,7 @@ def test_no_process_outlives_the_one_that_ran_the_trial(
         pids = wait_for_ranks(tmp_path / "out")
         agents = [process.pid for process in psutil.Process(runner.pid).children()]
         runner.send_signal(number)
-        runner.wait(timeout=10)
+        runner.wait(timeout=60)
     finally:
         runner.kill()
         runner.wait()
@@ -244,7 +244,7 @@ def test_two_nodes_join_one_job(tmp_path: Path, rank_program) -> None:
         """
         import torch
         from datetime import timedelta
-        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=30))
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=240))
         total = torch.tensor(rank)
         torch.distributed.all_reduce(total)
         result = {"outcome": "completed", "reason": f"sum {int(total)}", "measurement": None}
@@ -269,7 +269,7 @@ def test_two_nodes_join_one_job(tmp_path: Path, rank_program) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=300)
     assert [results[rank].reason for rank in range(2)] == ["sum 1", "sum 1"]
 
 
