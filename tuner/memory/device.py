@@ -40,9 +40,10 @@ def device_without_data(recorder: Recorder, architecture: str = "hopper") -> Ite
             stack.enter_context(cpu_device.cuda_factories_make_cpu_tensors())
             stack.enter_context(cpu_device.moving_to_cuda_stays())
         else:
-            stack.enter_context(_cuda_is_there(_CAPABILITY[architecture]))
+            stack.enter_context(_cuda_is_there(recorder, _CAPABILITY[architecture]))
             stack.enter_context(_tensors_move())
             stack.enter_context(_dropout_is_one_kernel())
+            stack.enter_context(_fused_optimizers_run())
         stack.enter_context(_values_can_be_read(recorder))
         yield
 
@@ -76,6 +77,8 @@ def _to_copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[
             return known.clone()
         recorder.see(result)
         recorder.move_to_host(result)
+    elif device is not None and recorder.on_host(args[0]):
+        recorder.see(result)  # before the mode takes it for a host tensor
     return result
 
 
@@ -140,7 +143,7 @@ def _values_can_be_read(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _cuda_is_there(capability: tuple[int, int]) -> Iterator[None]:
+def _cuda_is_there(recorder: Recorder, capability: tuple[int, int]) -> Iterator[None]:
     """Device questions of Megatron-Core and Transformer Engine, answered for one GPU."""
     properties = SimpleNamespace(
         major=capability[0], minor=capability[1], multi_processor_count=132, name="dry run"
@@ -159,7 +162,11 @@ def _cuda_is_there(capability: tuple[int, int]) -> Iterator[None]:
             _lazy_init=lambda: None,
         ),
         _replaced(torch.cuda.nvtx, range_push=lambda message: 0, range_pop=lambda: 0),
-        _replaced(torch.Tensor, is_cuda=property(lambda self: self.is_meta)),
+        _replaced(
+            torch.Tensor,
+            is_cuda=property(lambda self: self.is_meta and not recorder.on_host(self)),
+            record_stream=lambda self, stream: None,
+        ),
     ):
         yield
 
@@ -186,6 +193,15 @@ def _tensors_move() -> Iterator[None]:
         _replaced(torch.nn.Module, cuda=_module_to_device),
         _replaced(torch, tensor=tensor),
     ):
+        yield
+
+
+@contextmanager
+def _fused_optimizers_run() -> Iterator[None]:
+    """optimizer/cpu_offloading/hybrid_optimizer.py makes `torch.optim.AdamW(fused=True)`."""
+    from torch.optim import optimizer
+
+    with _replaced(optimizer, _get_fused_kernels_supported_devices=lambda: ["cpu", "cuda", "meta"]):
         yield
 
 

@@ -64,8 +64,8 @@ class StepProfile:
 
     `hidden_bytes` is the size of the tensor passed between units. `placeholders` holds, by unit,
     the bytes of what it shares with other units of the rank: placeholder gradients of its weights,
-    by shape, and the workspace of PyTorch's matrix products. `constant_bytes` is what else stays on the device besides parameters, gradients and
-    optimizer state.
+    by shape, and the workspace of PyTorch's matrix products. `constant_bytes` is what else stays
+    on the device besides parameters, gradients and optimizer state.
     """
 
     units: Mapping[str, UnitProfile]

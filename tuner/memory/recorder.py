@@ -52,8 +52,9 @@ def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 class _Life(weakref.ref):  # type: ignore[type-arg]
     """A weak reference to a live storage, with its block number and counted bytes."""
 
-    __slots__ = ("block", "key", "module", "size")
+    __slots__ = ("block", "host", "key", "module", "size")
     block: int
+    host: bool
     key: int
     module: int
     size: int
@@ -76,6 +77,7 @@ class Recorder:
         self.phase = 0
         self.paused = False
         self.current_bytes = 0
+        self.has_host_tensors = False
         self._module_names: dict[str, int] = {"": 0}
         self._phase_names: dict[str, int] = {"": 0}
         self._lives: dict[int, _Life] = {}
@@ -136,6 +138,7 @@ class Recorder:
         life = _Life(storage, self._forget)
         life.key = key
         life.size = 0
+        life.host = False
         self._lives[key] = life
         self._allocate(life, storage.nbytes())
 
@@ -156,6 +159,17 @@ class Recorder:
         life = self._lives.get(id(tensor.untyped_storage()))
         if life is not None:
             self._free(life)
+            life.host = True
+            self.has_host_tensors = True
+
+    def on_host(self, tensor: object) -> bool:
+        """Whether `tensor` is a tensor in host memory."""
+        if not isinstance(tensor, torch.Tensor):
+            return False
+        if not tensor.is_meta:
+            return True
+        life = self._lives.get(id(tensor.untyped_storage()))
+        return life is not None and life.host
 
     def __len__(self) -> int:
         return len(self._block)
@@ -231,6 +245,8 @@ class _RecordingMode(TorchDispatchMode):
             device = kwargs.get("device")
             if device is not None or "device" in kwargs:
                 kwargs = dict(kwargs, device=self._placed(device))
+                if kwargs.pop("pin_memory", False):
+                    return self._pinned(func, args, kwargs)
             result = self._run(func, args, kwargs)
             self._recorder.values.carry(func, args, kwargs, result)
             allocates = self._allocates.get(func)
@@ -238,12 +254,29 @@ class _RecordingMode(TorchDispatchMode):
                 allocates = self._allocates[func] = _may_allocate(func)
             if not allocates:
                 return result
+        recorder = self._recorder
+        if recorder.has_host_tensors and args and recorder.on_host(args[0]):
+            return self._on_host(result)
         if isinstance(result, torch.Tensor):
-            self._recorder.see(result)
+            recorder.see(result)
         elif isinstance(result, (list, tuple)):
             for item in result:
                 if isinstance(item, torch.Tensor):
-                    self._recorder.see(item)
+                    recorder.see(item)
+        return result
+
+    def _on_host(self, result: Any) -> Any:
+        """The result of an operator on host tensors, which lies there too."""
+        if isinstance(result, torch.Tensor) and result.is_meta and not self._recorder.host_counts:
+            self._recorder.see(result)
+            self._recorder.move_to_host(result)
+        return result
+
+    def _pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A tensor in pinned host memory: without data, and not counted."""
+        result = func(*args, **dict(kwargs, device=_META))
+        self._recorder.see(result)
+        self._recorder.move_to_host(result)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

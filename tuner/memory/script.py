@@ -42,6 +42,12 @@ def megatron_core_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], boo
         if fields.get(name):
             raise UnsupportedError(message, field=name, fix="unset it")
         fields.pop(name, None)
+    if fields.get("cuda_graph_impl", "none") != "none":
+        raise UnsupportedError(
+            "memory of CUDA graphs (static inputs and private pools) is not modelled",
+            field="cuda_graph_impl",
+            fix="set it to none",
+        )
     if fields.get("transformer_impl") == "local":
         raise UnsupportedError(
             "the local layers are modelled on the CPU only",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tuner.memory.recorder import allocate
+from tuner.memory.te.offload import mark_activation_offload
 
 
 def fused_attention(
@@ -33,7 +34,9 @@ class _Fused(torch.autograd.Function):
         interleaved: bool,
     ) -> torch.Tensor:
         output = allocate((*query.shape[:-1], value.shape[-1]), query.dtype)
-        ctx.save_for_backward(query, key, value, output, *_statistics(query), sink)
+        statistics = _statistics(query)
+        mark_activation_offload(query, key, value, output, *statistics)
+        ctx.save_for_backward(query, key, value, output, *statistics, sink)
         ctx.interleaved = interleaved
         return output
 
@@ -72,7 +75,9 @@ class _Flash(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         output = allocate((*query.shape[:-1], value.shape[-1]), query.dtype)
-        ctx.save_for_backward(query, key, value, output, *_statistics(query))
+        statistics = _statistics(query)
+        mark_activation_offload(query, key, value, output, *statistics)
+        ctx.save_for_backward(query, key, value, output, *statistics)
         return output
 
     @staticmethod

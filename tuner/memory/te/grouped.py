@@ -49,7 +49,8 @@ class _GroupedFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         layer, count = ctx.layer, ctx.layer.num_gemms
-        parameters = ctx.saved_tensors[-len(list(layer.parameters())) :]
+        kept = ctx.saved_tensors  # read once: offload brings tensors back at each reading
+        parameters = kept[-len(list(layer.parameters())) :]
         gradient: Any = gradients[0].contiguous()
         if ctx.low:
             saved, quantize.state.recipe = quantize.state.recipe, ctx.recipe
@@ -58,7 +59,7 @@ class _GroupedFunction(torch.autograd.Function):
         input_gradient = allocate(ctx.input_shape, gradients[0].dtype)
         weights = parameters[:count]
         if layer.delay_wgrad_compute:
-            layer.keep_for_later(gradient, ctx.saved_tensors)
+            layer.keep_for_later(gradient, kept)
             weight_grads: list[Any] = [None] * count
         else:
             weight_grads = [

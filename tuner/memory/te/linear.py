@@ -22,6 +22,7 @@ from tuner.memory.te.base import (
     rows_of,
 )
 from tuner.memory.te.norm import norm_gradients, statistics
+from tuner.memory.te.offload import mark_activation_offload
 from tuner.memory.te.state import use_workspace, weight_gradient
 
 
@@ -64,6 +65,7 @@ class _LinearFunction(torch.autograd.Function):
             saved = [weight, norm_weight, *kept, *stats, *weight_copy]
             if norm_weight is not None:
                 saved.append(inputs)
+            mark_activation_offload(inputs, *kept, *stats)
             ctx.save_for_backward(*saved)
             ctx.layer, ctx.gathers, ctx.low = layer, gathers, low
             ctx.input_shape, ctx.dtype = inputs.shape, inputs.dtype
@@ -76,7 +78,8 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         layer = ctx.layer
-        weight, norm_weight, *_ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # read once: offload brings tensors back at each reading
+        weight, norm_weight, *_ = saved
         gradient = _output_gradient(ctx, gradients[0])
         gathered = None
         if ctx.gathers:
@@ -88,7 +91,7 @@ class _LinearFunction(torch.autograd.Function):
         whole = allocate((all_rows, width), ctx.dtype)
         input_gradient = allocate((rows, width), ctx.dtype) if ctx.gathers else whole
         if layer.delay_wgrad_compute:
-            layer.keep_for_later(gathered, gradient, ctx.saved_tensors)
+            layer.keep_for_later(gathered, gradient, saved)
             weight_grad = None
         else:
             weight_grad = weight_gradient(weight, layer.fuse_wgrad_accumulation)
@@ -96,7 +99,7 @@ class _LinearFunction(torch.autograd.Function):
         del gathered, gradient
         norm_grads: tuple[Any, Any] = (None, None)
         if ctx.normalizes:
-            inputs = ctx.saved_tensors[-1]
+            inputs = saved[-1]
             input_gradient, *norms = norm_gradients(inputs, norm_weight, ctx.has_norm_bias)
             norm_grads = (norms[0], norms[1])
         return (

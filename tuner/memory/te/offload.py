@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +27,20 @@ class _Away:
         return allocate(self.shape, self.dtype)
 
 
+@dataclass
+class _State:
+    """Whether saved tensors are being offloaded."""
+
+    active: bool = False
+
+
+state = _State()
+
+
 def mark_activation_offload(*tensors: Any) -> None:
-    """Say that these tensors may leave the device."""
+    """Say that these tensors may leave the device, where any are offloaded."""
+    if not state.active:
+        return
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter):
             tensor.activation_offloading = True  # type: ignore[attr-defined]
@@ -131,5 +144,23 @@ def get_cpu_offload_context(
 
     if not enabled:
         return nullcontext(), commit
-    hooks = torch.autograd.graph.saved_tensors_hooks(handler.push, handler.pop)
-    return hooks, commit
+    return _Context(handler), commit
+
+
+class _Context(torch.autograd.graph.saved_tensors_hooks):
+    """Saved tensors go through the handler; Megatron-Core asks whether it is inside."""
+
+    inside_context = False
+
+    def __init__(self, handler: _Handler) -> None:
+        super().__init__(handler.push, handler.pop)
+
+    def __enter__(self) -> None:
+        self.inside_context = True
+        state.active = True
+        super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self.inside_context = False
+        state.active = False
+        super().__exit__(*exception)
