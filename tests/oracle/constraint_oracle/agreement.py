@@ -148,7 +148,7 @@ def _smallest(
     def persists(attempt: Config) -> bool:
         valid, rewrites, _ = judge(attempt)
         answer = oracle.ask([attempt])[0]
-        same_side = answer["valid"] == verdict["valid"]
+        same_side = all(answer[part] == verdict[part] for part in ("valid", "stage", "exc"))
         return same_side and kind in differences(attempt, answer, valid, rewrites)
 
     smallest = minimise(config, persists)

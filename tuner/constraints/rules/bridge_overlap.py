@@ -142,6 +142,17 @@ def overlap_needs_several_experts(c: Any) -> str | None:
     return None
 
 
+@rule("B06", SETUP, frontends=_BRIDGE, layer="given", fix=[{"comm_overlap": None}])
+def overlap_needs_virtual_stages_beside_the_layout(c: Any) -> str | None:
+    """comm_overlap.overlap_moe_expert_parallel_comm looks for virtual_pipeline_model_parallel_size
+    before it is read from pipeline_model_parallel_layout."""
+    wished = (c.overlap_wishes or {}).get("overlap_moe_expert_parallel_comm")
+    unread = c.pipeline_model_parallel_layout and c.virtual_pipeline_model_parallel_size is None
+    if wished is True and c.pipeline_model_parallel_size > 1 and unread:
+        return "set virtual_pipeline_model_parallel_size too, as the layout has it"
+    return None
+
+
 @rule("E16", SETUP, frontends=_BRIDGE, layer="given", fix=[{"comm_overlap": None}])
 def delayed_weight_gradient_is_supported(c: Any) -> str | None:
     """comm_overlap.delay_wgrad_compute with an old Transformer Engine, or (from 0.18) inside a
