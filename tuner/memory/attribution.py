@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from trainables.megatron_core.cpu_device import _replaced
+from trainables.megatron_core.cpu_device import replaced
 from trainables.megatron_core.schedule import unwrapped
 from tuner.memory.categories import GRADIENTS, WEIGHTS, categorised
 from tuner.memory.recorder import Recorder
@@ -102,7 +102,7 @@ class Attribution:
             after = torch_module.register_module_forward_hook(self._leave, always_call=True)
             stack.callback(after.remove)
             stack.enter_context(
-                _replaced(
+                replaced(
                     schedules,
                     forward_step=in_phase(FORWARD, schedules.forward_step),
                     backward_step=in_phase(BACKWARD, schedules.backward_step),

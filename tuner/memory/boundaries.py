@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainables.megatron_core.cpu_device import _replaced
+from trainables.megatron_core.cpu_device import replaced
 from tuner.memory.attribution import FORWARD
 from tuner.memory.recorder import Recorder
 
@@ -69,7 +69,7 @@ def boundaries_marked(recorder: Recorder, model: Any) -> Iterator[None]:
     model.decoder.final_layernorm.register_forward_pre_hook(
         lambda module, args: (_Boundary.apply(args[0], recorder, HEAD_BACKWARD_END), *args[1:])
     )
-    with _replaced(
+    with replaced(
         schedules,
         forward_step=marked(schedules.forward_step, FORWARD_START, FORWARD_END),
         backward_step=marked(schedules.backward_step, BACKWARD_START, BACKWARD_END),

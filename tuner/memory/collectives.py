@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from trainables.megatron_core.cpu_device import _replaced
+from trainables.megatron_core.cpu_device import replaced
 from tuner.memory.recorder import active_recorder
 
 
@@ -60,8 +60,8 @@ def collectives_finish_at_once() -> Any:
 @contextmanager
 def _replaced_in(modules: tuple[Any, ...], replacements: dict[str, Any]) -> Iterator[None]:
     with (
-        _replaced(modules[0], **replacements),
-        _replaced(
+        replaced(modules[0], **replacements),
+        replaced(
             modules[1],
             **{name: value for name, value in replacements.items() if hasattr(modules[1], name)},
         ),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trainables.megatron_core import cpu_device
-from trainables.megatron_core.cpu_device import _replaced
+from trainables.megatron_core.cpu_device import replaced
 from tuner.memory.recorder import Handler, Recorder
 from tuner.memory.values import item_of, real_copy
 
@@ -39,6 +39,9 @@ def device_without_data(recorder: Recorder, architecture: str = "hopper") -> Ite
             stack.enter_context(cpu_device.current_device_is_cpu())
             stack.enter_context(cpu_device.cuda_factories_make_cpu_tensors())
             stack.enter_context(cpu_device.moving_to_cuda_stays())
+            stack.enter_context(cpu_device.quantization_is_off())
+            stack.enter_context(cpu_device.transformer_engine_names_are_types())
+            stack.enter_context(cpu_device.expert_splits_become_arrays())
         else:
             stack.enter_context(_cuda_is_there(recorder, _CAPABILITY[architecture]))
             stack.enter_context(_tensors_move())
@@ -55,6 +58,7 @@ def handlers() -> dict[Any, Handler]:
             recorder.values, args[0]
         ),
         aten._to_copy.default: _to_copy,
+        aten.full.default: _full,
         aten.masked_select.default: _masked_select,
         aten.sum.dim_IntList: _sum,
         aten.equal.default: lambda recorder, func, args, kwargs: True,
@@ -79,6 +83,18 @@ def _to_copy(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[
         recorder.move_to_host(result)
     elif device is not None and recorder.on_host(args[0]):
         recorder.see(result)  # before the mode takes it for a host tensor
+    return result
+
+
+def _full(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A filled tensor; small ones are remembered, such as the capacity of each expert."""
+    device = kwargs.get("device")
+    on_host = device is None or torch.device(device).type == "cpu"
+    if on_host and not recorder.host_counts:
+        return func(*args, **kwargs)
+    result = func(*args, **dict(kwargs, device="meta", pin_memory=False))
+    if not result.is_floating_point() and result.numel() <= 4096:
+        recorder.values.set(result, func(*args, **dict(kwargs, device="cpu")))
     return result
 
 
@@ -112,7 +128,7 @@ def _types_are_named_cuda() -> Iterator[None]:
             return result.replace("torch.meta.", "torch.").replace("torch.", "torch.cuda.", 1)
         return result
 
-    with _replaced(torch.Tensor, type=type_name):
+    with replaced(torch.Tensor, type=type_name):
         yield
 
 
@@ -136,8 +152,8 @@ def _values_can_be_read(recorder: Recorder) -> Iterator[None]:
         return numpy(real_copy(recorder.values, self, "Tensor.numpy"), *args, **kwargs)
 
     with (
-        _replaced(torch.Tensor, tolist=to_list, numpy=to_numpy),
-        _replaced(torch, tensor=tensor),
+        replaced(torch.Tensor, tolist=to_list, numpy=to_numpy),
+        replaced(torch, tensor=tensor),
     ):
         yield
 
@@ -149,7 +165,7 @@ def _cuda_is_there(recorder: Recorder, capability: tuple[int, int]) -> Iterator[
         major=capability[0], minor=capability[1], multi_processor_count=132, name="dry run"
     )
     with (
-        _replaced(
+        replaced(
             torch.cuda,
             current_device=lambda: torch.device("cuda", 0),
             device_count=lambda: 1,
@@ -161,8 +177,8 @@ def _cuda_is_there(recorder: Recorder, capability: tuple[int, int]) -> Iterator[
             is_current_stream_capturing=lambda: False,
             _lazy_init=lambda: None,
         ),
-        _replaced(torch.cuda.nvtx, range_push=lambda message: 0, range_pop=lambda: 0),
-        _replaced(
+        replaced(torch.cuda.nvtx, range_push=lambda message: 0, range_pop=lambda: 0),
+        replaced(
             torch.Tensor,
             is_cuda=property(lambda self: self.is_meta and not recorder.on_host(self)),
             record_stream=lambda self, stream: None,
@@ -189,9 +205,9 @@ def _tensors_move() -> Iterator[None]:
         return self
 
     with (
-        _replaced(torch.Tensor, cuda=to_device, pin_memory=stay),
-        _replaced(torch.nn.Module, cuda=_module_to_device),
-        _replaced(torch, tensor=tensor),
+        replaced(torch.Tensor, cuda=to_device, pin_memory=stay),
+        replaced(torch.nn.Module, cuda=_module_to_device),
+        replaced(torch, tensor=tensor),
     ):
         yield
 
@@ -201,7 +217,7 @@ def _fused_optimizers_run() -> Iterator[None]:
     """optimizer/cpu_offloading/hybrid_optimizer.py makes `torch.optim.AdamW(fused=True)`."""
     from torch.optim import optimizer
 
-    with _replaced(optimizer, _get_fused_kernels_supported_devices=lambda: ["cpu", "cuda", "meta"]):
+    with replaced(optimizer, _get_fused_kernels_supported_devices=lambda: ["cpu", "cuda", "meta"]):
         yield
 
 
@@ -221,7 +237,7 @@ def _dropout_is_one_kernel() -> Iterator[None]:
             return original(input, p, training, inplace)
         return torch.native_dropout(input, p, True)[0]
 
-    with _replaced(torch.nn.functional, dropout=dropout):
+    with replaced(torch.nn.functional, dropout=dropout):
         yield
 
 

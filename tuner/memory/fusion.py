@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from trainables.megatron_core.cpu_device import _replaced
+from trainables.megatron_core.cpu_device import replaced
 from tuner.memory.recorder import active_recorder, allocate
 
 
@@ -34,7 +34,7 @@ def fusing() -> Iterator[None]:
         special = _SPECIAL.get(getattr(function, "__name__", ""))
         return special or fused(function)
 
-    with _replaced(torch, compile=compile_function):
+    with replaced(torch, compile=compile_function):
         yield
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.utils._triton
 
-from trainables.megatron_core.cpu_device import _replaced
+from trainables.megatron_core.cpu_device import replaced
 
 
 class _Kernel:
@@ -70,7 +70,7 @@ def triton_launches_nothing() -> Iterator[None]:
     made: dict[str, ModuleType] = {"triton": triton, "triton.language": language}
     for name, module in made.items():
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    with modules_in_place(made), _replaced(torch.utils._triton, has_triton_package=lambda: False):
+    with modules_in_place(made), replaced(torch.utils._triton, has_triton_package=lambda: False):
         yield
 
 
