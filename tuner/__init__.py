@@ -1,7 +1,8 @@
 """megatron-tuner: tunes Megatron-Core and Megatron Bridge training, memory against throughput.
 
-The functions here mirror the commands: `check` decides a configuration with the rules, `tune` runs
-a job's candidates for real and keeps the best one that fits. Both are imported when first used.
+The functions here mirror the commands: `check` decides a configuration with the rules, `estimate`
+predicts its memory, `tune` runs a job's candidates for real and keeps the best one that fits. Each
+is imported when first used.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tuner.api import check, tune
+    from tuner.api import check, estimate, tune
 
-__all__ = ["check", "tune"]
+__all__ = ["check", "estimate", "tune"]
 
 
 def __getattr__(name: str) -> Any:

@@ -27,6 +27,17 @@ def check(
     return check_flat(flat, mcore=mcore, frontend=frontend)
 
 
+def estimate(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What `{"model", "world_size", "seq_length", "global_batch_size", "gpu", "config"}` needs.
+
+    Returns the document of `tuner estimate`: peak bytes per rank and what they are made of; its
+    step-time fields are None. Raises InputError for a document that cannot be estimated.
+    """
+    from tuner.commands.estimate import estimate_document
+
+    return estimate_document(document, where="configuration")
+
+
 def tune(
     job: str | Path | None = None,
     *,

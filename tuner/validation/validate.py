@@ -11,7 +11,7 @@ from typing import Any
 
 from tuner.candidate import Candidate
 from tuner.errors import InputError
-from tuner.estimate import EstimateRequest, peak_ranks
+from tuner.estimation import EstimateRequest, peak_ranks
 from tuner.validation.conversion import launch_of
 from tuner.validation.launch import Launch, UnmodelledError
 from tuner.validation.published import (
@@ -154,7 +154,7 @@ def estimate_launch(launch: Launch, ranks: list[int]) -> Mapping[str, Any]:
     Fields that the installed Megatron-Core does not have are left out and named in the document's
     `assumptions`: published runs come from other versions.
     """
-    from tuner.estimate import estimate
+    from tuner.estimation import estimate
 
     known, unknown = _known_fields(launch.config)
     document = estimate(dataclasses.replace(launch, config=known).to_json(), ranks=ranks)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tuner.errors import InputError
-from tuner.estimate import EstimateRequest, estimate, peak_ranks, run_batch_size
+from tuner.estimation import EstimateRequest, estimate, peak_ranks, run_batch_size
 from tuner.memory.trace import Trace, step_end, step_start
 
 MIB, GIB = 1 << 20, 1 << 30
