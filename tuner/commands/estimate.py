@@ -37,7 +37,7 @@ def estimate_document(
     document: Mapping[str, Any], *, where: str, base_folder: Path = Path()
 ) -> dict[str, Any]:
     """The estimate of one input document. Raises InputError naming the field and the file."""
-    from tuner.estimate import estimate
+    from tuner.estimation import estimate
     from tuner.memory import UnsupportedError
 
     try:
