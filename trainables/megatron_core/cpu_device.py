@@ -75,9 +75,6 @@ def replaced(owner: object, **attributes: object) -> Iterator[None]:
                 delattr(owner, name)
 
 
-_replaced = replaced
-
-
 @contextmanager
 def without_compilation() -> Iterator[None]:
     """For importing Megatron-Core: megatron/core/jit.py `jit_fuser` is `torch.compile`.
