@@ -39,13 +39,14 @@ def estimate_document(
     """The estimate of one input document. Raises InputError naming the field and the file."""
     from tuner.estimation import estimate
     from tuner.memory import UnsupportedError
+    from tuner.memory.worker_pool import DryRunError
 
     try:
         if document.get("model") is not None:
             model = resolve_model(document["model"], base_folder)
             document = {**document, "model": model.to_flat()}
         return estimate(document)
-    except UnsupportedError as error:
+    except (UnsupportedError, DryRunError) as error:
         raise InputError(f"cannot be estimated: {error}", where=where) from None
     except InputError as error:
         raise error.at(where) from None

@@ -54,6 +54,13 @@ def megatron_core_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], boo
             field="transformer_impl",
             fix="use transformer_engine",
         )
+    balancing = fields.get("moe_router_load_balancing_type")
+    if "sinkhorn" in (balancing if isinstance(balancing, (list, tuple)) else [balancing]):
+        raise UnsupportedError(
+            "sinkhorn routing iterates until its values converge, and a dry run has no values",
+            field="moe_router_load_balancing_type",
+            fix="set it to aux_loss",
+        )
     return fields, bool(fields.pop(ATTENTION_MASK, False))
 
 

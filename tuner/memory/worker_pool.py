@@ -17,6 +17,8 @@ from tuner.memory.errors import UnsupportedError
 from tuner.memory.request import DryRunRequest
 from tuner.memory.trace import Trace
 
+_LIMIT_S = 1800.0  # a dry run that takes longer will not end
+
 
 class DryRunError(RuntimeError):
     """A dry run failed for a reason that is no fault of the request."""
@@ -56,12 +58,17 @@ class _Worker:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
+        limit = threading.Timer(_LIMIT_S, self._process.kill)
+        limit.daemon = True
+        limit.start()
         try:
             stdin.write(json.dumps(job) + "\n")
             stdin.flush()
             line = stdout.readline()
         except BrokenPipeError:
             line = ""
+        finally:
+            limit.cancel()
         if not line:
             self._log.seek(0)
             raise DryRunError(f"the dry-run worker ended: {self._log.read()[-2000:]}")
