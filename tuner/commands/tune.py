@@ -92,6 +92,7 @@ def _print_result(
     summary: dict[str, Any], prepared: PreparedJob, directory: StudyDirectory
 ) -> None:
     from tuner.progress import pareto_lines, result_table
+    from tuner.tracking.mlflow_records import shown_uri
 
     out = console()
     counts = summary["counts"]
@@ -104,7 +105,11 @@ def _print_result(
     out.print("\nPareto front of throughput against memory:")
     for line in pareto_lines(summary, prepared.world_size_of):
         out.print(line)
-    tracking = prepared.job.tracking.uri or f"sqlite:///{directory.path}/mlflow.db"
     out.print(f"\nbest candidate: {directory.best_path}")
     out.print(f"run it again:   tuner run {directory.best_path}")
-    out.print(f"dashboard:      mlflow ui --backend-store-uri {tracking}")
+    uri = prepared.job.tracking.uri
+    if uri is not None and uri.startswith("http"):
+        out.print(f"dashboard:      {shown_uri(uri)}")
+    else:
+        store = uri or f"sqlite:///{directory.path}/mlflow.db"
+        out.print(f"dashboard:      mlflow ui --backend-store-uri {shown_uri(store)}")

@@ -38,6 +38,12 @@ def default_uri(study_dir: Path) -> str:
     return f"sqlite:///{study_dir.resolve()}/mlflow.db"
 
 
+def shown_uri(uri: str) -> str:
+    """A tracking URI without the user name and password it may carry."""
+    scheme, separator, rest = uri.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+
+
 class StudyRecords:
     """The MLflow side of one study. Open it with `open_records`."""
 
@@ -207,7 +213,8 @@ def open_records(
     except (MlflowException, OSError) as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise EnvironmentLacksError(
-            f"the MLflow store {uri} cannot be used: {first_line} "
+            f"the MLflow store {shown_uri(uri)} cannot be used: "
+            f"{first_line.replace(uri, shown_uri(uri))} "
             "(start the server, or leave `tracking.uri` out for a local file)"
         ) from None
 
