@@ -6,7 +6,6 @@ from typing import Any
 
 from tuner.constraints.registry import (
     FRONTEND_DEFAULTS,
-    MCORE_VERSIONS,
     UNCHANGED,
     DenseDefault,
     derived,
@@ -31,15 +30,27 @@ FRONTEND_DEFAULTS["bridge"].update(
         "check_for_nan_in_loss": True,
         "cross_entropy_loss_fusion": DenseDefault(True),
         "deallocate_pipeline_outputs": DenseDefault(True),
-        # Bridge 0.3 looks for an Apex extension only, later versions accept Transformer Engine.
-        "gradient_accumulation_fusion": DenseDefault(
-            {version: version != "0.16.1" for version in MCORE_VERSIONS}
-        ),
+        "gradient_accumulation_fusion": None,
         "grad_reduce_in_fp32": True,
         "masked_softmax_fusion": DenseDefault(True),
     }
 )
 _NCCL_ALGORITHMS = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")
+
+
+@derived
+def bridge_accumulation_fusion(c: Any) -> bool:
+    """gradient_accumulation_fusion, which Bridge turns on where it finds the kernels: Bridge 0.3
+    looks for an Apex extension only, later versions accept Transformer Engine."""
+    if c.gradient_accumulation_fusion is not None:
+        return bool(c.gradient_accumulation_fusion)
+    return bool(c.minor >= 17 and not c.multi_latent_attention and c.te)
+
+
+@handed_over("bridge", "gradient_accumulation_fusion")
+def accumulation_fusion_after_bridge(c: Any) -> bool:
+    """What the provider starts with."""
+    return bool(c.bridge_accumulation_fusion)
 
 
 @handed_over("bridge", "sequence_parallel")

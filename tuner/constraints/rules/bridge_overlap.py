@@ -161,7 +161,7 @@ def delayed_weight_gradient_is_supported(c: Any) -> str | None:
     if wishes.get("delay_wgrad_compute") is not True:
         return None
     overlapped = c.overlap_grad_reduce or wishes.get("overlap_grad_reduce")
-    if c.te < (2, 7) and (overlapped or c.gradient_accumulation_fusion is True):
+    if c.te < (2, 7) and (overlapped or c.bridge_accumulation_fusion):
         return "delaying weight gradients needs Transformer Engine 2.7"
     if not (c.overlap_moe_expert_parallel_comm or wishes.get("overlap_moe_expert_parallel_comm")):
         return "delaying weight gradients needs overlap_moe_expert_parallel_comm"
@@ -175,7 +175,7 @@ def _graphed_gradient_problem(c: Any) -> str | None:
         return None
     if c.te < (2, 12):
         return "delaying weight gradients inside a graph needs Transformer Engine 2.12"
-    if not c.gradient_accumulation_fusion:
+    if not c.bridge_accumulation_fusion:
         return "delaying weight gradients inside a graph needs gradient_accumulation_fusion"
     if "attn" in graphed and (c.add_bias_linear or c.add_qkv_bias):
         return "delaying weight gradients inside a graph excludes attention bias"

@@ -161,10 +161,16 @@ def full_scope_stands_alone(c: Any) -> str | None:
     return None
 
 
+@derived
+def region_is_dropped(c: Any) -> bool:
+    """Megatron Bridge from 0.4 on clears the region of a run without graphs (rule G35)."""
+    return bool(c.frontend == "bridge" and c.minor >= 17 and c.effective_cuda_graph_impl == "none")
+
+
 def _region_after(c: Any, field: str) -> object:
     """The value of the region field after upstream has normalised it."""
     given = getattr(c, field)
-    if list(c.effective_graph_modules) == given:
+    if c.region_is_dropped or list(c.effective_graph_modules) == given:
         return UNCHANGED
     return list(c.effective_graph_modules)
 
