@@ -218,11 +218,12 @@ def microbatches(candidate: Candidate) -> None:
     from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
 
     model = candidate.model
+    # Ranks along the weight-shard axis of 0.19 hold different data: the batch is split over them
+    # too (megatron/core/parallel_state.py, full data-parallel groups).
     shards = (
         model.tensor_model_parallel_size
         * model.pipeline_model_parallel_size
         * model.context_parallel_size
-        * getattr(model, "gtp_weight_remat_size", 1)
     )
     calculator = ConstantNumMicroBatchesCalculator(
         candidate.get("global_batch_size"),
