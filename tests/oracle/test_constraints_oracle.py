@@ -15,6 +15,7 @@ from constraint_oracle import wheels
 from constraint_oracle.agreement import compare, describe, study, tuner_judge
 from constraint_oracle.client import Oracle
 from constraint_oracle.generator import CandidateGenerator
+from constraint_oracle.minimise import minimise
 
 SEED = int(os.environ.get("CONSTRAINT_ORACLE_SEED", "20261"))
 FRESH = {"mcore": 1500, "bridge": 1000}
@@ -35,6 +36,7 @@ def oracle(request) -> Iterator[Oracle]:
         yield worker
 
 
+@pytest.mark.slow
 def test_rules_agree_with_the_package_on_fresh_candidates(oracle) -> None:
     judge = tuner_judge(oracle.mcore, oracle.frontend)
     outcome = study(oracle, judge, FRESH[oracle.frontend], SEED)
@@ -42,6 +44,7 @@ def test_rules_agree_with_the_package_on_fresh_candidates(oracle) -> None:
     assert outcome.disagreeing == 0, describe(outcome)
 
 
+@pytest.mark.slow
 def test_oracle_and_rules_give_the_recorded_verdicts(oracle) -> None:
     path = RECORDED / f"{oracle.mcore}-{oracle.frontend}.jsonl.gz"
     if not path.is_file():
@@ -75,3 +78,33 @@ def test_candidates_depend_on_the_seed_alone() -> None:
     drawn = [first.draw() for _ in range(50)]
     assert drawn == [second.draw() for _ in range(50)]
     assert drawn != [other.draw() for _ in range(50)]
+
+
+def test_a_registry_out_of_reach_is_reported(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    with pytest.raises(wheels.WheelUnavailableError, match="megatron-core==0.18.0"):
+        wheels.unpacked("megatron-core", "0.18.0", cache=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_minimising_keeps_only_what_the_disagreement_needs() -> None:
+    config = {
+        "num_layers": 24,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "recompute_modules": ["mlp", "moe_act"],
+        "env": {"A": "1", "B": "2"},
+        "fp8": "e4m3",
+    }
+
+    def persists(attempt: dict[str, Any]) -> bool:
+        return "moe_act" in attempt.get("recompute_modules", []) and "B" in attempt.get("env", {})
+
+    assert minimise(config, persists) == {
+        "num_layers": 1,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "recompute_modules": ["moe_act"],
+        "env": {"B": "2"},
+    }
