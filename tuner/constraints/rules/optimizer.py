@@ -113,6 +113,13 @@ def precision_aware_optimizer_needs_te(c: Any) -> str | None:
     return "the precision-aware optimizer is Transformer Engine's, which is not installed"
 
 
+@derived
+def shards_parameters(c: Any) -> bool:
+    """Whether something gathers sharded parameters (Bridge 0.5 and later: FSDP turns it on)."""
+    turned_on = c.frontend == "bridge" and c.minor >= 18 and c.use_megatron_fsdp
+    return bool(c.use_distributed_optimizer or turned_on)
+
+
 @rule(
     "D09",
     DDP,
@@ -120,7 +127,7 @@ def precision_aware_optimizer_needs_te(c: Any) -> str | None:
 )
 def optimizer_instances_need_distributed_optimizer(c: Any) -> str | None:
     """Several optimizer instances without use_distributed_optimizer."""
-    if c.num_distributed_optimizer_instances > 1 and not c.use_distributed_optimizer:
+    if c.num_distributed_optimizer_instances > 1 and not c.shards_parameters:
         return "several optimizer instances need the distributed optimizer"
     return None
 
@@ -139,13 +146,6 @@ def offloaded_optimizer_decouples_decay(c: Any) -> str | None:
     if c.optimizer_cpu_offload and not c.decoupled_weight_decay:
         return "the offloaded optimizer is AdamW: decoupled_weight_decay must be on"
     return None
-
-
-@derived
-def shards_parameters(c: Any) -> bool:
-    """Whether something gathers sharded parameters (Bridge 0.5 and later: FSDP turns it on)."""
-    turned_on = c.frontend == "bridge" and c.minor >= 18 and c.use_megatron_fsdp
-    return bool(c.use_distributed_optimizer or turned_on)
 
 
 @rule("C14", BUFFER, fix=[{"use_distributed_optimizer": True}, {"overlap_param_gather": False}])
