@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 _RUN_KEYS = ("world_size", "seq_length", "global_batch_size", "micro_batch_size", "gpu", "env")
 _DEFAULT_MCORE = "0.16.1"
+PRECISION_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "bf16": {"bf16": True, "params_dtype": "bf16", "pipeline_dtype": "bf16"},
+    "fp32": {"params_dtype": "fp32", "pipeline_dtype": "fp32"},
+}
+"""The dtype fields of Megatron-Core for each precision a user may name."""
 
 
 def full_configuration(
@@ -84,10 +89,8 @@ def _precision(document: Mapping[str, Any], model: Mapping[str, Any]) -> dict[st
     """Dtype fields of a catalogue model, which does not name them; bf16 unless said otherwise."""
     if not model:
         return {}
-    precision = document.get("precision", "bf16")
-    if precision == "fp32":
-        return {"params_dtype": "fp32", "pipeline_dtype": "fp32"}
-    return {"bf16": True, "params_dtype": "bf16", "pipeline_dtype": "bf16"}
+    fp32 = document.get("precision") == "fp32"
+    return dict(PRECISION_FIELDS["fp32" if fp32 else "bf16"])
 
 
 def _plain(config: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tuner.candidate import Candidate
 from tuner.cluster.placement import Placement, place
-from tuner.configuration import resolve_model, rule_fields
+from tuner.configuration import PRECISION_FIELDS, resolve_model, rule_fields
 from tuner.errors import EnvironmentLacksError, InputError
 from tuner.job import Job
 from tuner.measurement import TrialSpec
@@ -19,10 +19,6 @@ from tuner.search.space import SearchSpace
 from tuner.search.validity import ValidityChecker, why_nothing_is_valid
 
 _GIB = 2**30
-_PRECISION_FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "bf16": {"bf16": True, "params_dtype": "bf16", "pipeline_dtype": "bf16"},
-    "fp32": {"params_dtype": "fp32", "pipeline_dtype": "fp32"},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +88,7 @@ def prepare(job: Job, *, where: str, base_folder: Path) -> PreparedJob:
     checker = ValidityChecker(
         fixed={
             **rule_fields(model, mcore),
-            **_PRECISION_FIELDS[job.workload.precision],
+            **PRECISION_FIELDS[job.workload.precision],
             **_device_fields(job),
             "seq_length": job.workload.seq_length,
             "global_batch_size": job.workload.global_batch_size,

@@ -10,7 +10,7 @@ from typing import Any
 from tuner.commands.check import numbered_lines
 from tuner.commands.output import console, print_json
 from tuner.configuration import resolve_model
-from tuner.errors import EnvironmentLacksError, InputError
+from tuner.errors import InputError
 from tuner.files import read_yaml_mapping
 
 _GIB = 2**30
@@ -50,8 +50,6 @@ def estimate_document(
         raise InputError(f"cannot be estimated: {error}", where=where) from None
     except InputError as error:
         raise error.at(where) from None
-    except EnvironmentLacksError:
-        raise
     except (ValueError, TypeError) as error:
         raise InputError(str(error), where=where) from None
 
