@@ -66,9 +66,9 @@ def measured(result: TrialResult) -> Measurement:
     return result.measurement
 
 
-def trial_processes() -> list[psutil.Process]:
-    """Ranks and agents that descend from this process."""
-    return psutil.Process().children(recursive=True)
+def trial_processes(before: list[psutil.Process]) -> list[psutil.Process]:
+    """Ranks and agents that descend from this process and are not among those `before`."""
+    return [child for child in psutil.Process().children(recursive=True) if child not in before]
 
 
 @pytest.fixture(scope="module")
@@ -157,14 +157,15 @@ def test_a_loss_that_is_not_finite_is_divergence(tmp_path: Path) -> None:
 
 def test_cancelling_a_running_trial_leaves_no_process(tmp_path: Path) -> None:
     cancel = threading.Event()
+    before = psutil.Process().children(recursive=True)  # of other tests: dry-run workers stay
     spec = replace(SMALL, measure_steps=100_000)
     results: list[TrialResult] = []
     thread = threading.Thread(target=lambda: results.append(run(spec, tmp_path, cancel=cancel)))
     thread.start()
     deadline = threading.Event()
-    while len(trial_processes()) < 1 + spec.world_size and not deadline.wait(0.1):
+    while len(trial_processes(before)) < 1 + spec.world_size and not deadline.wait(0.1):
         assert thread.is_alive()
-    processes = trial_processes()
+    processes = trial_processes(before)
     cancel.set()
     thread.join(timeout=60)
     assert [result.outcome for result in results] == [Outcome.INTERRUPTED]
