@@ -7,6 +7,7 @@ its global state is left behind.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,9 +34,36 @@ def framework(layers: str, te_version: str, architecture: str) -> Iterator[None]
         yield
 
 
-def preload() -> None:
-    """Import what every dry run needs."""
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+_NEEDED = (
+    "torch._dynamo",
+    "torch._refs.nn.functional",
+    "torch.testing._internal.distributed.fake_pg",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.transformer.moe.moe_layer",
+    "megatron.core.transformer.multi_latent_attention",
+    "megatron.core.transformer.multi_token_prediction",
+)
+
+
+def preload(layers: str, architecture: str) -> None:
+    """Import what every dry run needs, and hide it from the garbage collector. Needs `framework`.
+
+    For a process that forks for each run: imports take several times as long as a small run.
+    """
+    from tuner.memory import device
+    from tuner.memory.recorder import Recorder
+    from tuner.memory.values import KnownValues
+
+    recorder = Recorder(host_counts=layers == LOCAL, handlers={}, values=KnownValues(None))
+    with device.device_without_data(recorder, architecture):
+        for name in _NEEDED:
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
 
 
 def record_steps(request: DryRunRequest) -> tuple[Trace, dict[str, str]]:

@@ -28,7 +28,7 @@ def main(layers: str, te_version: str, architecture: str) -> None:
     from tuner.memory.steps import framework, preload
 
     with framework(layers, te_version, architecture):
-        preload()
+        preload(layers, architecture)
         for line in sys.stdin:
             answers.write(json.dumps(_in_fork(json.loads(line))) + "\n")
             answers.flush()
