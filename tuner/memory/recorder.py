@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from tuner.memory.kernel_log import KernelLog, Row
 from tuner.memory.trace import Trace
 from tuner.memory.values import KnownValues
 
@@ -24,6 +25,8 @@ Handler = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
 """Stands in for an operator: recorder, operator, positional and keyword arguments."""
 
 _META = torch.device("meta")
+
+_UNSEEN = object()
 
 _MIXED_DEVICES = ("same device", "is not on the expected device")
 """Parts of the messages of operators that refuse host and device tensors together."""
@@ -50,13 +53,14 @@ def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Life(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference to a live storage, with its block number and counted bytes."""
+    """A weak reference to a live storage, with its block number, pool and counted bytes."""
 
-    __slots__ = ("block", "host", "key", "module", "size")
+    __slots__ = ("block", "host", "key", "module", "pool", "size")
     block: int
     host: bool
     key: int
     module: int
+    pool: int
     size: int
 
 
@@ -75,6 +79,7 @@ class Recorder:
         self.values = values
         self.module = 0
         self.phase = 0
+        self.pool = 0
         self.paused = False
         self.current_bytes = 0
         self.has_host_tensors = False
@@ -86,7 +91,10 @@ class Recorder:
         self._bytes: list[int] = []
         self._module: list[int] = []
         self._phase: list[int] = []
+        self._pool: list[int] = []
         self._markers: list[tuple[int, str]] = []
+        self._kernels: list[Row] = []
+        self._kernel_markers: list[int] = []
 
     def module_code(self, name: str) -> int:
         """The code under which events of module `name` are filed."""
@@ -113,9 +121,55 @@ class Recorder:
         finally:
             self.module = before
 
+    @contextmanager
+    def in_pool(self, pool: int) -> Iterator[None]:
+        """Take allocations inside this context from the private pool numbered `pool`, above 0."""
+        before, self.pool = self.pool, pool
+        try:
+            yield
+        finally:
+            self.pool = before
+
     def mark(self, name: str) -> None:
         """Set the marker `name` before the next event."""
         self._markers.append((len(self._block), name))
+        self._kernel_markers.append(len(self._kernels))
+
+    def kernel(
+        self,
+        kind: int,
+        dtype: int = 0,
+        m: int = 0,
+        n: int = 0,
+        k: int = 0,
+        batch: int = 1,
+        flops: float = 0.0,
+        bytes: float = 0.0,
+        op: int = 0,
+        group: int = 0,
+        group_size: int = 1,
+        asynchronous: bool = False,
+    ) -> None:
+        """Record one device operation; the arguments are columns of `KernelLog`."""
+        self._kernels.append(
+            (
+                len(self._block),
+                self.phase,
+                self.module,
+                kind,
+                dtype,
+                m,
+                n,
+                k,
+                batch,
+                flops,
+                bytes,
+                op,
+                group,
+                group_size,
+                asynchronous,
+            )
+        )
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -135,12 +189,11 @@ class Recorder:
         key = id(storage)
         if key in self._lives or not (self.host_counts or tensor.is_meta):
             return
-        life = _Life(storage, self._forget)
-        life.key = key
-        life.size = 0
-        life.host = False
-        self._lives[key] = life
-        self._allocate(life, storage.nbytes())
+        self._allocate(self._known(storage), storage.nbytes())
+
+    def borrow(self, tensor: torch.Tensor) -> None:
+        """Take the storage of `tensor` for a second name of memory that is counted elsewhere."""
+        self._known(tensor.untyped_storage())
 
     def block_of(self, tensor: torch.Tensor) -> int | None:
         """The number of the block that holds `tensor` now; None where it was never seen."""
@@ -188,7 +241,19 @@ class Recorder:
             phase_names=tuple(self._phase_names),
             category_names=("",),
             markers=tuple(self._markers),
+            pool=np.array(self._pool, dtype=np.int32) if any(self._pool) else None,
+            kernels=KernelLog.from_rows(self._kernels),
+            kernel_markers=np.array(self._kernel_markers, dtype=np.int64),
         )
+
+    def _known(self, storage: torch.UntypedStorage) -> _Life:
+        """Follow `storage` from now on, without memory of its own yet."""
+        life = _Life(storage, self._forget)
+        life.key = id(storage)
+        life.size = 0
+        life.host = False
+        self._lives[life.key] = life
+        return life
 
     def _allocate(self, life: _Life, size: int) -> None:
         life.size = size
@@ -196,6 +261,7 @@ class Recorder:
             return
         life.block = self._blocks
         life.module = self.module
+        life.pool = self.pool
         self._blocks += 1
         self._add(life, size)
 
@@ -210,6 +276,7 @@ class Recorder:
         self._bytes.append(size)
         self._module.append(life.module)
         self._phase.append(self.phase)
+        self._pool.append(life.pool)
 
     def _forget(self, life: Any) -> None:
         self._free(life)
@@ -223,6 +290,7 @@ class _RecordingMode(TorchDispatchMode):
         super().__init__()
         self._recorder = recorder
         self._handlers = recorder.handlers
+        self._kernels: dict[Any, Any] = {}
         self._allocates: dict[Any, bool] = {}
         self._places: dict[Any, torch.device] = {}
 
@@ -249,6 +317,12 @@ class _RecordingMode(TorchDispatchMode):
                     return self._pinned(func, args, kwargs)
             result = self._run(func, args, kwargs)
             self._recorder.values.carry(func, args, kwargs, result)
+        kernel = self._kernels.get(func, _UNSEEN)
+        if kernel is _UNSEEN:
+            kernel = self._kernels[func] = _kernel_of(func)
+        if kernel is not None and not self._recorder.paused:
+            kernel(self._recorder, args, kwargs, result)
+        if handler is None:
             allocates = self._allocates.get(func)
             if allocates is None:
                 allocates = self._allocates[func] = _may_allocate(func)
@@ -296,6 +370,12 @@ class _RecordingMode(TorchDispatchMode):
             stays = kind == "cpu" and not self._recorder.host_counts
             place = self._places[device] = torch.device("cpu") if stays else _META
         return place
+
+
+def _kernel_of(func: Any) -> Any:
+    from tuner.memory.operators import kernel_of
+
+    return kernel_of(func)
 
 
 def _may_allocate(func: Any) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tuner.memory.kernel_log import KernelLog
 
 if TYPE_CHECKING:
     import numpy as np
@@ -12,6 +14,10 @@ if TYPE_CHECKING:
 
 MODEL_BUILT = "model built"
 """Marker after the weights, gradient buffers and optimizer exist, before the first step."""
+
+
+EMPTY_CACHE = "empty cache"
+"""Marker where unused segments were given back to the driver (`torch.cuda.empty_cache`)."""
 
 
 def step_start(step: int) -> str:
@@ -24,6 +30,12 @@ def step_end(step: int) -> str:
     return f"step {step} end"
 
 
+def _no_markers() -> NDArray[np.int64]:
+    import numpy as np
+
+    return np.zeros(0, dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """Every allocation and free of one rank; one entry of each array per event, in time order.
@@ -33,6 +45,8 @@ class Trace:
     same negative on free; no rounding is applied. `module`, `phase` and `category` (int32) index
     the name tables: which module made the block, in which phase the *event* happened, and what the
     block holds. `markers` are (event index, name): the marker lies before the event of that index.
+    `pool` (int32) is the number of the private pool of CUDA graphs that the block is from, 0 for the
+    ordinary pool; None where no graph was captured.
     """
 
     block: NDArray[np.int64]
@@ -44,6 +58,9 @@ class Trace:
     phase_names: tuple[str, ...]
     category_names: tuple[str, ...]
     markers: tuple[tuple[int, str], ...]
+    kernels: KernelLog = field(default_factory=KernelLog.empty)
+    kernel_markers: NDArray[np.int64] = field(default_factory=_no_markers)
+    pool: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.block)
@@ -55,6 +72,15 @@ class Trace:
                 return index
         raise KeyError(name)
 
+    def kernels_between(self, start: str, end: str) -> KernelLog:
+        """The operations between the first markers of these names; KeyError without them."""
+        names = [name for _, name in self.markers]
+        for name in (start, end):
+            if name not in names:
+                raise KeyError(name)
+        first, last = (int(self.kernel_markers[names.index(name)]) for name in (start, end))
+        return self.kernels.select(slice(first, last))
+
     def live_bytes(self, granularity: int = 1) -> NDArray[np.int64]:
         """Bytes alive after each event, every block rounded up to `granularity`."""
         import numpy as np
@@ -62,6 +88,23 @@ class Trace:
         sizes = np.abs(self.bytes)
         rounded = -(-sizes // granularity) * granularity
         return np.cumsum(np.sign(self.bytes) * rounded)
+
+    def resident_bytes(self, granularity: int = 1) -> NDArray[np.int64]:
+        """Bytes in use after each event: `live_bytes`, and what private pools hold besides.
+
+        The memory of a private pool is its graphs' as long as they may be replayed, so that a pool
+        counts as much as it ever had alive at once.
+        """
+        import numpy as np
+
+        live = self.live_bytes(granularity)
+        if self.pool is None:
+            return live
+        sizes = np.sign(self.bytes) * (-(-np.abs(self.bytes) // granularity) * granularity)
+        for pool in np.unique(self.pool[self.pool > 0]):
+            inside = np.cumsum(np.where(self.pool == pool, sizes, 0))
+            live = live - inside + np.maximum.accumulate(inside)
+        return live
 
     def alive_at(self, event: int) -> NDArray[np.int64]:
         """Indices of the allocation events whose blocks are alive after event `event`."""
@@ -83,6 +126,9 @@ class Trace:
             **{name: np.array(getattr(self, name), dtype=np.str_) for name in _NAME_TABLES},
             marker_events=np.array([index for index, _ in self.markers], dtype=np.int64),
             marker_names=np.array([name for _, name in self.markers], dtype=np.str_),
+            kernel_markers=self.kernel_markers,
+            **({} if self.pool is None else {"pool": self.pool}),
+            **self.kernels.to_arrays(_KERNEL_PREFIX),
         )
 
     @classmethod
@@ -97,8 +143,12 @@ class Trace:
                 (int(event), str(name))
                 for event, name in zip(data["marker_events"], data["marker_names"], strict=True)
             )
+            values["pool"] = data["pool"] if "pool" in data else None
+            values["kernel_markers"] = data["kernel_markers"]
+            values["kernels"] = KernelLog.from_arrays(data, _KERNEL_PREFIX)
         return cls(**values, markers=markers)
 
 
 _ARRAYS = ("block", "bytes", "module", "phase", "category")
 _NAME_TABLES = ("module_names", "phase_names", "category_names")
+_KERNEL_PREFIX = "kernels."
