@@ -101,8 +101,19 @@ class LayerGraphs:
             ddp_config.use_distributed_optimizer and ddp_config.overlap_param_gather
         )
         if state.config.cuda_graph_impl == "transformer_engine":
+            from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
             from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
+            layout = plan.layout
+            init_num_microbatches_calculator(  # the helper asks it what to capture
+                rank=0,
+                rampup_batch_size=None,
+                global_batch_size=layout.num_microbatches
+                * layout.micro_batch_size
+                * layout.data_parallel_size,
+                micro_batch_size=layout.micro_batch_size,
+                data_parallel_size=layout.data_parallel_size,
+            )
             self._helper = TECudaGraphHelper(
                 model=self._chunks,
                 config=state.config,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.memory.allocator import Block, CachingAllocator, OutOfDeviceMemoryError
 from tuner.memory.allocator_settings import AllocatorSettings
+from tuner.memory.trace import EMPTY_CACHE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,6 +67,7 @@ def replay(
     """Run every event of `trace` through the allocator, or up to its first out-of-memory.
 
     `capacity_bytes` is the device memory that the allocator may reserve; None is unlimited.
+    Blocks of private pools are served by those, and markers that empty the cache do so.
     """
     import numpy as np
 
@@ -75,10 +77,14 @@ def replay(
     allocated: list[int] = []
     reserved: list[int] = []
     failure = None
-    for number, size in zip(trace.block.tolist(), trace.bytes.tolist(), strict=True):
+    empties = {event for event, name in trace.markers if name == EMPTY_CACHE}
+    pools = [0] * len(trace) if trace.pool is None else trace.pool.tolist()
+    for number, size, pool in zip(trace.block.tolist(), trace.bytes.tolist(), pools, strict=True):
+        if len(allocated) in empties:
+            allocator.release_cached()
         if size > 0:
             try:
-                live[number] = malloc(size)
+                live[number] = malloc(size, private_pool=pool or None)
             except OutOfDeviceMemoryError:
                 failure = OutOfMemory(
                     len(allocated), size, allocator.allocated_bytes, allocator.reserved_bytes

@@ -21,6 +21,8 @@ BLOCK_BYTES = 512
 class DryRun:
     """What one rank allocated.
 
+    `resident_bytes` adds to the peak what private pools of CUDA graphs keep without using it: no
+    placement of blocks needs less memory.
     `peak_allocated_bytes` is the largest sum of live blocks over the last step, each rounded up to
     512 bytes as `torch.cuda.max_memory_allocated` counts them; `first_step_peak_bytes` the same
     over the first step, before the optimizer has its state; `static_bytes` what is alive after the
@@ -33,6 +35,7 @@ class DryRun:
     peak_allocated_bytes: int
     first_step_peak_bytes: int
     static_bytes: int
+    resident_bytes: int
     breakdown: Mapping[str, int]
     activations: Mapping[str, int]
     trace: Trace
@@ -41,7 +44,7 @@ class DryRun:
     @property
     def peak_event(self) -> int:
         """Index of the event after which the peak stood."""
-        start, end = _last_step(self.trace)
+        start, end = _counted_steps(self.trace)
         return start + int(self.trace.live_bytes(BLOCK_BYTES)[start:end].argmax())
 
 
@@ -103,7 +106,7 @@ def run_request(request: DryRunRequest, *, mcore: Path | None = None) -> DryRun:
 def summarise(rank: int, trace: Trace, assumptions: Mapping[str, str]) -> DryRun:
     """The figures of a finished trace of at least two steps."""
     live = trace.live_bytes(BLOCK_BYTES)
-    start, end = _last_step(trace)
+    start, end = _counted_steps(trace)
     first = slice(trace.marker(step_start(1)), trace.marker(step_end(1)))
     peak = start + int(live[start:end].argmax())
     return DryRun(
@@ -111,6 +114,7 @@ def summarise(rank: int, trace: Trace, assumptions: Mapping[str, str]) -> DryRun
         peak_allocated_bytes=int(live[peak]),
         first_step_peak_bytes=int(live[first].max()),
         static_bytes=int(live[end - 1]),
+        resident_bytes=int(trace.resident_bytes(BLOCK_BYTES)[start:end].max()),
         breakdown=breakdown_at(trace, peak),
         activations=activations_at(trace, peak),
         trace=trace,
@@ -118,10 +122,13 @@ def summarise(rank: int, trace: Trace, assumptions: Mapping[str, str]) -> DryRun
     )
 
 
-def _last_step(trace: Trace) -> tuple[int, int]:
-    """First and one-past-last event of the last step."""
+def _counted_steps(trace: Trace) -> tuple[int, int]:
+    """First and one-past-last event of the last step; with CUDA graphs of all, captures included.
+
+    A capture may need more than any step, and a run has to survive it once.
+    """
     steps = [index for index, name in trace.markers if name.endswith(" start")]
-    return steps[-1], trace.marker(step_end(len(steps)))
+    return steps[0 if trace.pool is not None else -1], trace.marker(step_end(len(steps)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from trainables.megatron_core.graphs import LayerGraphs, graphed_schedule
 from trainables.megatron_core.schedule import unwrapped
+from tuner.memory import graphs
 from tuner.memory.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -42,12 +44,8 @@ def megatron_core_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], boo
         if fields.get(name):
             raise UnsupportedError(message, field=name, fix="unset it")
         fields.pop(name, None)
-    if fields.get("cuda_graph_impl", "none") != "none":
-        raise UnsupportedError(
-            "memory of CUDA graphs (static inputs and private pools) is not modelled",
-            field="cuda_graph_impl",
-            fix="set it to none",
-        )
+    if graphs.uses_graphs(fields):
+        fields = graphs.with_early_capture(fields)
     if fields.get("transformer_impl") == "local":
         raise UnsupportedError(
             "the local layers are modelled on the CPU only",
@@ -72,10 +70,14 @@ class ScriptStep:
 
         self._plan, self._state = plan, state
         self._attention_mask = attention_mask
-        self._forward_backward = get_forward_backward_func()
+        self._forward_backward = graphed_schedule(get_forward_backward_func(), state.config)
+        self._layer_graphs = LayerGraphs(plan, state)
+        self._steps_done = 0
 
     def __call__(self, index: int) -> None:
         state, layout = self._state, self._plan.layout
+        self._layer_graphs.before_step(self._steps_done)
+        self._steps_done += 1
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()

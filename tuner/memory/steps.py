@@ -78,7 +78,7 @@ def record_in_framework(request: DryRunRequest) -> tuple[Trace, dict[str, str]]:
     Gives what was allocated, categorised, and what the run took for granted. Needs `framework`.
     """
     from trainables.megatron_core.plan import build_plan
-    from tuner.memory import attribution, collectives, cublas, device, script
+    from tuner.memory import attribution, collectives, cublas, device, graphs, script
     from tuner.memory.recorder import Recorder
     from tuner.memory.values import KnownValues
 
@@ -90,6 +90,8 @@ def record_in_framework(request: DryRunRequest) -> tuple[Trace, dict[str, str]]:
         config, attention_mask = script.megatron_core_config(request.config)
         plan = build_plan(_trial(request, config), use_transformer_engine=not local)
         values.density = _routing_density(plan.transformer)
+        if graphs.uses_graphs(plan.transformer):
+            stack.enter_context(graphs.graphs_can_be_captured(recorder))
         if not local:
             backward = frozenset(map(recorder.phase_code, attribution.BACKWARD_PHASES))
             size = cublas.workspace_bytes(request.environment, request.architecture)
@@ -109,6 +111,7 @@ def _run(
     from trainables.megatron_core.model import build_training_state
     from trainables.megatron_core.processes import initialize_parallel_state
     from trainables.megatron_core.schedule import TrainingStep, unwrapped
+    from tuner.memory import graphs
     from tuner.memory.attribution import BUILD, OPTIMIZER, STEP
     from tuner.memory.boundaries import boundaries_marked
     from tuner.memory.script import ScriptStep
@@ -131,7 +134,8 @@ def _run(
         if request.boundaries:
             stack.enter_context(boundaries_marked(recorder, model))
             stated["parameters"] = json.dumps(_parameters_by_unit(model))
-        for number in range(1, request.steps + 1):
+        steps = max(request.steps, graphs.STEPS * graphs.uses_graphs(plan.transformer))
+        for number in range(1, steps + 1):
             gc.collect()
             recorder.mark(step_start(number))
             step(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -11,13 +12,16 @@ from typing import Any
 
 import torch
 
+from tuner.memory import issue
 from tuner.memory.errors import UnsupportedError
+from tuner.memory.graphs import weak_reference
 from tuner.memory.kernels import modules_in_place
 from tuner.memory.recorder import allocate
 from tuner.memory.te import (
     attention,
     base,
     checkpoint,
+    graph,
     grouped,
     linear,
     loss,
@@ -29,6 +33,7 @@ from tuner.memory.te import (
     rope,
     state,
 )
+from tuner.memory.te.base import rows_of
 
 
 class _Format(Enum):
@@ -75,11 +80,18 @@ def _general_gemm(
     **options: Any,
 ) -> tuple[Any, ...]:
     """cpp_extensions/gemm.py: one product of `b` and `a`; "T" means transposed."""
+    columns, depth = (a.shape[0], a.shape[-1]) if layout[0] == "T" else (a.shape[-1], rows_of(a))
+    rows = b.shape[:-1] if layout[1] == "N" else (b.shape[-1],)
     if out is None:
-        columns = a.shape[0] if layout[0] == "T" else a.shape[-1]
-        rows = b.shape[:-1] if layout[1] == "N" else (b.shape[-1],)
         out = allocate((*rows, columns), out_dtype or b.dtype)
+    issue.gemm(math.prod(rows), columns, depth, b.dtype, output_bytes=out.element_size())
     return out, None, None, None
+
+
+def _weight_product(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
+    width, depth = gradient.shape[-1], inputs.shape[-1]
+    written = 2 * main_grad.element_size()
+    issue.gemm(width, depth, rows_of(inputs), inputs.dtype, output_bytes=written)
 
 
 def _modules() -> dict[str, dict[str, Any]]:
@@ -151,6 +163,19 @@ def _modules() -> dict[str, dict[str, Any]]:
         },
         f"{top}.cross_entropy": {"parallel_cross_entropy": loss.parallel_cross_entropy},
         f"{top}.cpp_extensions": {"general_gemm": _general_gemm},
+        f"{top}.graph": {
+            "make_graphed_callables": graph.make_graphed_callables,
+            **dict.fromkeys(
+                (
+                    "save_fp8_tensors",
+                    "restore_fp8_tensors",
+                    "set_capture_start",
+                    "set_capture_end",
+                ),
+                graph.nothing,
+            ),
+        },
+        f"{top}.utils": {"make_weak_ref": weak_reference},
         f"{top}.module": {},
         f"{top}.module.base": {
             "TransformerEngineBaseModule": base.TransformerEngineBaseModule,
@@ -173,8 +198,8 @@ def _modules() -> dict[str, dict[str, Any]]:
         # Not part of Transformer Engine: the extension of Apex that adds weight gradients to
         # `main_grad` in Megatron-Core's own linear layers.
         "fused_weight_gradient_mlp_cuda": {
-            "wgrad_gemm_accum_fp32": lambda inputs, gradient, main_grad: None,
-            "wgrad_gemm_accum_fp16": lambda inputs, gradient, main_grad: None,
+            "wgrad_gemm_accum_fp32": _weight_product,
+            "wgrad_gemm_accum_fp16": _weight_product,
         },
     }
 
