@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trainables.megatron_core.cpu_device import replaced
+from tuner.memory import issue
 from tuner.memory.recorder import active_recorder, allocate
 
 
@@ -108,6 +109,7 @@ class _Kernel:
                 outputs.append(result.value)
             else:
                 outputs.append(leaves[result] if isinstance(result, int) else allocate(*result))
+        issue.touched(*leaves, *outputs)
         return tree_unflatten(outputs, self._structure)
 
 
@@ -150,6 +152,7 @@ class _Fused(torch.autograd.Function):
             _like(next(saved), needed) if is_tensor else None
             for is_tensor, needed in zip(ctx.tensors, ctx.needs_input_grad[2:], strict=True)
         ]
+        issue.touched(*ctx.saved_tensors, *gradients, *grads)
         return (None, None, *grads)
 
 
@@ -168,11 +171,15 @@ class _BiasDropoutAdd(torch.autograd.Function):
             ctx.save_for_backward(allocate(inputs.shape, torch.bool))
         if ctx.has_bias:
             ctx.bias_shape, ctx.bias_dtype = bias.shape, bias.dtype
-        return allocate(inputs.shape, inputs.dtype)
+        result = allocate(inputs.shape, inputs.dtype)
+        issue.touched(inputs, residual, result)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         gradient = gradients[0]
+        if ctx.dropped:
+            issue.touched(gradient, gradient, *ctx.saved_tensors)
         inputs = allocate(gradient.shape, gradient.dtype) if ctx.dropped else gradient
         bias = None
         if ctx.has_bias:

@@ -8,10 +8,12 @@ flash-attn 2 are both installed.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from tuner.memory import issue
 from tuner.memory.errors import UnsupportedError
 from tuner.memory.recorder import allocate
 from tuner.memory.te import attention_kernels as kernels
@@ -34,9 +36,12 @@ class DotProductAttention(torch.nn.Module):
         cp_group: Any = None,
         cp_comm_type: str = "p2p",
         softmax_type: str = "vanilla",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
+        self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.attention_dropout = attention_dropout
         self.cp_comm_type = cp_comm_type
         self.cp_size, self.cp_rank = 1, 0
@@ -54,6 +59,7 @@ class DotProductAttention(torch.nn.Module):
     def set_context_parallel_group(
         self, group: Any, ranks: Any, stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
+        self.cp_group = group
         self.cp_size = group_size(group)
         self.cp_rank = 0 if group is None else torch.distributed.get_rank(group)
 
@@ -63,19 +69,21 @@ class DotProductAttention(torch.nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: Any = None,
+        attn_mask_type: str | None = None,
         **options: Any,
     ) -> torch.Tensor:
+        mask = kernels.Mask("causal" in (attn_mask_type or self.attn_mask_type), self.window_size)
         interleaved = _is_interleaved(query, key, value)
         if not interleaved:
             query, key, value = (part.contiguous() for part in (query, key, value))
         if self.cp_size > 1:
-            return self._context_parallel(query, key, value)
+            return self._context_parallel(query, key, value, mask)
         backend = self._backend(query, value)
         if backend == "unfused":
             return kernels.unfused_attention(query, key, value, self.attention_dropout)
         if backend == "flash":
-            return kernels.flash_attention(query, key, value)
-        return kernels.fused_attention(query, key, value, self.softmax_offset, interleaved)
+            return kernels.flash_attention(query, key, value, mask)
+        return kernels.fused_attention(query, key, value, self.softmax_offset, interleaved, mask)
 
     def _backend(self, query: torch.Tensor, value: torch.Tensor) -> str:
         fused = os.environ.get("NVTE_FUSED_ATTN", "1") != "0"
@@ -94,15 +102,17 @@ class DotProductAttention(torch.nn.Module):
         return "fused" if fused else "unfused"
 
     def _context_parallel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: kernels.Mask
     ) -> torch.Tensor:
         if self.cp_comm_type == "p2p":
-            return kernels.ring_attention(query, key, value, self.cp_size, self.cp_rank)
+            return kernels.ring_attention(query, key, value, self.cp_group, mask)
         if self.cp_comm_type == "a2a":
             # Whole sequences of fewer heads: as many elements, in new tensors.
-            query, key, value = (_Exchange.apply(part) for part in (query, key, value))
-            output = kernels.fused_attention(query, key, value, self.softmax_offset, False)
-            exchanged: torch.Tensor = _Exchange.apply(output)
+            group, sink = self.cp_group, self.softmax_offset
+            query, key, value = (_Exchange.apply(part, group) for part in (query, key, value))
+            mask = replace(mask, ranks=self.cp_size)
+            output = kernels.fused_attention(query, key, value, sink, False, mask)
+            exchanged: torch.Tensor = _Exchange.apply(output, group)
             return exchanged
         raise UnsupportedError(
             f"context parallelism by {self.cp_comm_type} is not modelled",
@@ -115,12 +125,19 @@ class _Exchange(torch.autograd.Function):
     """An all-to-all: a new tensor of the same size, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return allocate(tensor.shape, tensor.dtype)
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _exchanged(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return allocate(gradients[0].shape, gradients[0].dtype)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchanged(gradients[0], ctx.group), None
+
+
+def _exchanged(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    issue.touched(tensor, tensor, kind="permute")  # in the order of the ranks, and back
+    issue.collective("all_to_all", issue.size_of([tensor]), group)
+    return allocate(tensor.shape, tensor.dtype)
 
 
 def _is_interleaved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

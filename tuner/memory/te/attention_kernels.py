@@ -7,19 +7,72 @@ as large as all scores. All take `[s, b, heads, d]` and give `[s, b, heads * d]`
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tuner.memory import issue
 from tuner.memory.recorder import allocate
 from tuner.memory.te.offload import mark_activation_offload
 
 
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which keys a query sees: all, those before it, or those in a window around it.
+
+    `ranks` that split heads after an all-to-all each see whole sequences of that share of heads.
+    """
+
+    causal: bool = True
+    window: tuple[int, int] | None = None
+    ranks: int = 1
+
+    def pairs(self, queries: int, keys: int) -> float:
+        """Pairs of query and key that meet, the diagonal's half left out."""
+        if self.window is not None and -1 not in self.window and sum(self.window) + 1 < keys:
+            width = sum(self.window) + 1
+            return width * queries - width * (width - 1) / 2
+        return queries * keys * (0.5 if self.causal else 1.0)
+
+
+def record(
+    forward: bool, query: Any, key: Any, value: Any, mask: Mask, *, rows: int = 0, pairs: float = 0
+) -> None:
+    """Record the kernel on tensors of `[.., heads, d]` whose dimension `rows` is the sequence.
+
+    `pairs` are those that meet in one head of one sequence where the mask does not say.
+    """
+    queries, keys = query.shape[rows] * mask.ranks, key.shape[rows] * mask.ranks
+    heads = query.shape[1 - rows] * query.shape[2] / mask.ranks
+    passes = 1 if forward else 2  # each tensor, and in backward also its gradient
+    issue.attention(
+        forward,
+        query_rows=queries,
+        key_rows=keys,
+        pairs=pairs or mask.pairs(queries, keys),
+        heads=round(heads),
+        query_width=query.shape[-1],
+        value_width=value.shape[-1],
+        dtype=query.dtype,
+        moved_bytes=passes * (issue.size_of([query, key, value]) + _output_bytes(query, value)),
+    )
+
+
+def _output_bytes(query: torch.Tensor, value: torch.Tensor) -> int:
+    return query.numel() // query.shape[-1] * value.shape[-1] * query.element_size()
+
+
 def fused_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sink: Any, interleaved: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sink: Any,
+    interleaved: bool,
+    mask: Mask,
 ) -> torch.Tensor:
     """cuDNN; `interleaved` says that the three are slices of one tensor."""
-    output: torch.Tensor = _Fused.apply(query, key, value, sink, interleaved)
+    output: torch.Tensor = _Fused.apply(query, key, value, sink, interleaved, mask)
     return output.reshape(*output.shape[:-2], -1)
 
 
@@ -32,12 +85,14 @@ class _Fused(torch.autograd.Function):
         value: torch.Tensor,
         sink: torch.Tensor | None,
         interleaved: bool,
+        mask: Mask,
     ) -> torch.Tensor:
         output = allocate((*query.shape[:-1], value.shape[-1]), query.dtype)
         statistics = _statistics(query)
         mark_activation_offload(query, key, value, output, *statistics)
         ctx.save_for_backward(query, key, value, output, *statistics, sink)
-        ctx.interleaved = interleaved
+        ctx.interleaved, ctx.mask = interleaved, mask
+        record(True, query, key, value, mask)
         return output
 
     @staticmethod
@@ -50,8 +105,9 @@ class _Fused(torch.autograd.Function):
             parts = allocate(shape, query.dtype).unbind(-2)
         else:
             parts = tuple(allocate(part.shape, part.dtype) for part in (query, key, value))
+        record(False, query, key, value, ctx.mask)
         del gradient
-        return (*parts, sink_gradient, None)
+        return (*parts, sink_gradient, None, None)
 
 
 def _statistics(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,11 +116,13 @@ def _statistics(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return allocate((rows,), torch.float32), allocate((2,), torch.int64)
 
 
-def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask
+) -> torch.Tensor:
     """flash-attn 2: works on `[b, s, heads, d]`, so the output is copied back unless b is 1."""
     length, batch = query.shape[:2]
     output: torch.Tensor = _Flash.apply(
-        query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), mask
     )
     return output.view(batch, length, -1).transpose(0, 1).contiguous()
 
@@ -72,12 +130,14 @@ def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask
     ) -> torch.Tensor:
         output = allocate((*query.shape[:-1], value.shape[-1]), query.dtype)
         statistics = _statistics(query)
         mark_activation_offload(query, key, value, output, *statistics)
         ctx.save_for_backward(query, key, value, output, *statistics)
+        ctx.mask = mask
+        record(True, query, key, value, mask, rows=1)
         return output
 
     @staticmethod
@@ -94,8 +154,9 @@ class _Flash(torch.autograd.Function):
             for part in (key, value)
             if part.shape[2] != heads
         ]
+        record(False, query, key, value, ctx.mask, rows=1)
         del wide, rows, expanded
-        return tuple(parts)
+        return (*parts, None)
 
 
 def unfused_attention(
@@ -129,19 +190,26 @@ class _Softmax(torch.autograd.Function):
     def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:
         result = allocate(scores.shape, scores.dtype)
         ctx.save_for_backward(result)
+        issue.touched(scores, result)
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        issue.touched(gradients[0], gradients[0], *ctx.saved_tensors)
         return gradients[0]  # written in place
 
 
 def ring_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int, rank: int
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any, mask: Mask
 ) -> torch.Tensor:
     """Context parallelism by passing keys and values around (context_parallel.py, "p2p")."""
-    output: torch.Tensor = _Ring.apply(query, key, value, ranks, rank)
+    output: torch.Tensor = _Ring.apply(query, key, value, group, mask)
     return output.reshape(*output.shape[:-2], -1)
+
+
+def _ring_pairs(mask: Mask, query: torch.Tensor) -> float:
+    """Pairs of one ring step: with a causal mask, half of them on every rank and in every step."""
+    return query.shape[0] ** 2 * (0.5 if mask.causal else 1.0)
 
 
 class _Ring(torch.autograd.Function):
@@ -157,9 +225,13 @@ class _Ring(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        ranks: int,
-        rank: int,
+        group: Any,
+        mask: Mask,
     ) -> torch.Tensor:
+        ranks, rank = (
+            torch.distributed.get_world_size(group),
+            torch.distributed.get_rank(group),
+        )
         pair = key.numel() + value.numel()
         width = value.shape[-1]
         buffers = [allocate((pair,), key.dtype)]
@@ -168,14 +240,18 @@ class _Ring(torch.autograd.Function):
         for step in range(ranks):
             if step + 1 < ranks:
                 buffers.append(allocate((pair,), key.dtype))
+                issue.collective("send", issue.size_of([key, value]), group, asynchronous=True)
             seen = rows if step <= rank else rows // 2
             partial.append(allocate((seen, width), query.dtype))
             partial.append(allocate((seen,), torch.float32))
+            record(True, query, key, value, mask, pairs=_ring_pairs(mask, query))
+            issue.memory(seen * width * (query.element_size() + 2 * 4))  # added up in float32
         log_sum_exp = allocate((rows,), torch.float32)
         wide = allocate((rows, width), torch.float32)
         output = allocate((*query.shape[:-1], width), query.dtype)
         ctx.save_for_backward(query, buffers[-1], output, log_sum_exp)
         ctx.shapes = key.shape, value.shape
+        ctx.group, ctx.mask, ctx.ranks = group, mask, ranks
         del wide, partial
         return output
 
@@ -186,9 +262,16 @@ class _Ring(torch.autograd.Function):
         query_gradient = allocate(query.shape, query.dtype)
         buffers = [allocate((2, *pair.shape), pair.dtype) for _ in range(2)]
         step = [allocate(query.shape, query.dtype), allocate(pair.shape, pair.dtype)]
+        split = ctx.shapes[0].numel()
+        key, value = pair[:split].view(ctx.shapes[0]), pair[split:].view(ctx.shapes[1])
+        for number in range(ctx.ranks):
+            if number + 1 < ctx.ranks:  # keys and values, and their gradients so far
+                size = 2 * issue.size_of([pair])
+                issue.collective("send", size, ctx.group, asynchronous=True)
+            record(False, query, key, value, ctx.mask, pairs=_ring_pairs(ctx.mask, query))
+            issue.touched(*step, *step)
         del step, gradient
         summed = buffers[0][1]
-        split = ctx.shapes[0].numel()
         return (
             query_gradient,
             summed[:split].view(ctx.shapes[0]),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tuner.memory import issue
 from tuner.memory.recorder import allocate
 from tuner.memory.te import quantize
 
@@ -15,6 +16,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
     """A layer that may compute in low precision and caches the low-precision weights it uses."""
 
     fuse_wgrad_accumulation = False
+    updates_weight_copies = False
+    """Whether this pass writes the cached low-precision weights anew: a step's first one does."""
     save_original_input = False
 
     def __init__(self) -> None:
@@ -22,6 +25,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.fp8_meta: dict[str, Any] = {}
         self._weight_copies: dict[str, list[torch.Tensor]] = {}
         self._delayed: list[Any] = []
+        self._delayed_products: list[Callable[[], None]] = []
         self.delay_wgrad_compute = False
 
     def set_tensor_parallel_group(self, group: Any) -> None:
@@ -38,15 +42,18 @@ class TransformerEngineBaseModule(torch.nn.Module):
         It is cached from the first micro-batch on when the caller says which one it is.
         """
         if cached and name in self._weight_copies:
+            if self.updates_weight_copies:
+                issue.touched(weight, *self._weight_copies[name], kind="quantize")
             return self._weight_copies[name]
         copies = quantize.quantized(weight, rows=True, columns=columns)
         if cached:
             self._weight_copies[name] = copies
         return copies
 
-    def keep_for_later(self, *tensors: Any) -> None:
-        """Hold what a weight gradient needs until `backward_dw`."""
+    def keep_for_later(self, product: Callable[[], None], *tensors: Any) -> None:
+        """Hold what a weight gradient needs until `backward_dw`, and the call that records it."""
         self._delayed.append(tensors)
+        self._delayed_products.append(product)
 
     def need_backward_dw(self) -> bool:
         return self.delay_wgrad_compute
@@ -54,6 +61,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def backward_dw(self) -> None:
         """Compute the weight gradients put off by `delay_wgrad_compute`."""
         if self._delayed:
+            self._delayed_products.pop(0)()
             self._delayed.pop(0)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tuner.memory import issue
 from tuner.memory.recorder import allocate
 from tuner.memory.te import quantize
 from tuner.memory.te.base import group_size
@@ -72,6 +73,7 @@ class _Checkpoint(torch.autograd.Function):
         ]
         if ctx.distribute:
             inputs[0].data = allocate(ctx.first_shape, inputs[0].dtype)
+            issue.collective("all_gather", issue.size_of([inputs[0]]), ctx.group)
         detached = []
         for item in inputs:
             if isinstance(item, torch.Tensor):

@@ -5,10 +5,12 @@ Kept for backward: the input of all experts together, in low precision a copy of
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from tuner.memory import issue
 from tuner.memory.recorder import allocate
 from tuner.memory.te import quantize
 from tuner.memory.te.base import TransformerEngineBaseModule, new_parameter, rows_of
@@ -40,6 +42,10 @@ class _GroupedFunction(torch.autograd.Function):
                 )
         use_stream_workspaces()
         output = allocate((rows_of(inputs), weights[0].shape[0]), inputs.dtype)
+        width, depth = weights[0].shape
+        rows = rows_of(inputs) // count
+        recipe = quantize.state.recipe if low else None
+        issue.gemm(rows, width, depth, inputs.dtype, recipe=recipe, batch=count, grouped=True)
         if grad_enabled:
             ctx.save_for_backward(*kept, *copies, *parameters)
             ctx.layer, ctx.low, ctx.recipe = layer, low, quantize.state.recipe
@@ -58,10 +64,20 @@ class _GroupedFunction(torch.autograd.Function):
             quantize.state.recipe = saved
         input_gradient = allocate(ctx.input_shape, gradients[0].dtype)
         weights = parameters[:count]
+        width, depth = weights[0].shape
+        rows = rows_of(gradients[0]) // count
+        recipe = ctx.recipe if ctx.low else None
+        grouped = partial(
+            issue.gemm, dtype=gradients[0].dtype, recipe=recipe, batch=count, grouped=True
+        )
+        grouped(rows, depth, width)
+        written = 8 if layer.fuse_wgrad_accumulation else gradients[0].element_size()
+        product = partial(grouped, width, depth, rows, output_bytes=written)
         if layer.delay_wgrad_compute:
-            layer.keep_for_later(gradient, kept)
+            layer.keep_for_later(product, gradient, kept)
             weight_grads: list[Any] = [None] * count
         else:
+            product()
             weight_grads = [
                 weight_gradient(weight, layer.fuse_wgrad_accumulation, grouped=True)
                 for weight in weights
@@ -116,6 +132,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms * self.use_bias)]
         applied = self.use_bias and not self.return_bias
+        self.updates_weight_copies = bool(is_first_microbatch)
         output = _GroupedFunction.apply(
             inputs,
             self,

@@ -8,10 +8,12 @@ precision the GEMM's input is kept as a low-precision copy, and so are the weigh
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 
+from tuner.memory import issue
 from tuner.memory.recorder import allocate
 from tuner.memory.te import quantize
 from tuner.memory.te.base import (
@@ -48,6 +50,7 @@ class _LinearFunction(torch.autograd.Function):
         if norm_weight is not None:
             stats = statistics(inputs, with_mean=norm_bias is not None)
             operand = None if low else allocate(inputs.shape, inputs.dtype)
+            issue.touched(inputs, inputs)
         kept = _kept_input(layer, inputs, operand, gathers, low, grad_enabled)
         weight_copy = (
             layer.quantized_weight("weight", weight, cache_weight, columns=grad_enabled)
@@ -58,9 +61,11 @@ class _LinearFunction(torch.autograd.Function):
         gathered = _gathered(inputs, layer, low) if gathers else None
         use_workspace()
         output = allocate((rows, weight.shape[0]), inputs.dtype)
+        recipe = quantize.state.recipe if low else None
+        issue.gemm(rows, weight.shape[0], weight.shape[1], inputs.dtype, recipe=recipe)
         del gathered, operand
-        if layer.parallel_mode == "row" and layer.sequence_parallel and layer.tp_size > 1:
-            output = allocate((rows // layer.tp_size, weight.shape[0]), output.dtype)
+        if layer.parallel_mode == "row" and layer.tp_size > 1:
+            output = _reduced(layer, output, rows)
         if grad_enabled:
             saved = [weight, norm_weight, *kept, *stats, *weight_copy]
             if norm_weight is not None:
@@ -83,17 +88,24 @@ class _LinearFunction(torch.autograd.Function):
         gradient = _output_gradient(ctx, gradients[0])
         gathered = None
         if ctx.gathers:
-            gathered = _full_rows(ctx.input_shape, ctx.dtype, layer.tp_size, low=ctx.low)
+            gathered = _full_rows(ctx.input_shape, ctx.dtype, layer, low=ctx.low, beside=True)
         width = ctx.input_shape[-1]
         rows = math.prod(ctx.input_shape[:-1])
         all_rows = rows * (layer.tp_size if ctx.gathers else 1)
         # The GEMM's output stays until the function returns, also where it is reduced to a shard.
         whole = allocate((all_rows, width), ctx.dtype)
+        recipe = ctx.recipe if ctx.low else None
+        issue.gemm(all_rows, width, weight.shape[0], ctx.dtype, recipe=recipe)
         input_gradient = allocate((rows, width), ctx.dtype) if ctx.gathers else whole
+        if layer.parallel_mode == "column" and layer.tp_size > 1:
+            operation = "reduce_scatter" if ctx.gathers else "all_reduce"
+            issue.collective(operation, issue.size_of([whole]), layer.tp_group, asynchronous=True)
+        product = partial(_weight_product, weight, all_rows, ctx.dtype, recipe, layer)
         if layer.delay_wgrad_compute:
-            layer.keep_for_later(gathered, gradient, saved)
+            layer.keep_for_later(product, gathered, gradient, saved)
             weight_grad = None
         else:
+            product()
             weight_grad = weight_gradient(weight, layer.fuse_wgrad_accumulation)
         bias_grad = allocate((weight.shape[0],), weight.dtype) if ctx.has_bias else None
         del gathered, gradient
@@ -113,6 +125,25 @@ class _LinearFunction(torch.autograd.Function):
         )
 
 
+def _weight_product(
+    weight: torch.Tensor, rows: int, dtype: torch.dtype, recipe: Any, layer: Any
+) -> None:
+    """Record the GEMM of a weight gradient; fused, it adds to a float32 `main_grad`."""
+    width, depth = weight.shape
+    written = 8 if layer.fuse_wgrad_accumulation else dtype.itemsize
+    issue.gemm(width, depth, rows, dtype, recipe=recipe, output_bytes=written)
+
+
+def _reduced(layer: Any, output: torch.Tensor, rows: int) -> torch.Tensor:
+    """The output of a row-parallel product summed over ranks: this rank's rows, or all."""
+    size = issue.size_of([output])
+    if not layer.sequence_parallel:
+        issue.collective("all_reduce", size, layer.tp_group)
+        return output
+    issue.collective("reduce_scatter", size, layer.tp_group)
+    return allocate((rows // layer.tp_size, output.shape[1]), output.dtype)
+
+
 def _kept_input(
     layer: Any, inputs: torch.Tensor, operand: Any, gathers: bool, low: bool, grad_enabled: bool
 ) -> list[torch.Tensor]:
@@ -130,13 +161,17 @@ def _kept_input(
 
 
 def _gathered(inputs: torch.Tensor, layer: Any, low: bool) -> torch.Tensor:
-    return _full_rows(inputs.shape, inputs.dtype, layer.tp_size, low=low)
+    return _full_rows(inputs.shape, inputs.dtype, layer, low=low)
 
 
-def _full_rows(shape: torch.Size, dtype: torch.dtype, ranks: int, *, low: bool) -> torch.Tensor:
-    """The buffer an all-gather along the first dimension fills."""
-    size = (shape[0] * ranks, *shape[1:])
-    return allocate(size, torch.uint8 if low else dtype)
+def _full_rows(
+    shape: torch.Size, dtype: torch.dtype, layer: Any, *, low: bool, beside: bool = False
+) -> torch.Tensor:
+    """The buffer an all-gather along the first dimension fills; `beside` other work or not."""
+    size = (shape[0] * layer.tp_size, *shape[1:])
+    whole = allocate(size, torch.uint8 if low else dtype)
+    issue.collective("all_gather", issue.size_of([whole]), layer.tp_group, asynchronous=beside)
+    return whole
 
 
 def _output_gradient(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -144,7 +179,7 @@ def _output_gradient(ctx: Any, gradient: torch.Tensor) -> Any:
     layer = ctx.layer
     gradient = gradient.contiguous()
     if layer.parallel_mode == "row" and layer.sequence_parallel and layer.tp_size > 1:
-        gradient = _full_rows(gradient.shape, gradient.dtype, layer.tp_size, low=False)
+        gradient = _full_rows(gradient.shape, gradient.dtype, layer, low=False)
     if not ctx.low:
         return gradient
     saved = quantize.state.recipe
@@ -203,6 +238,7 @@ class Linear(TransformerEngineBaseModule):
 
     def forward(self, inputs: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         applied = None if self.return_bias else self.bias
+        self.updates_weight_copies = bool(is_first_microbatch)
         output = _LinearFunction.apply(
             inputs,
             self.weight,
@@ -242,6 +278,7 @@ class LayerNormLinear(Linear):
 
     def forward(self, inputs: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         applied = None if self.return_bias else self.bias
+        self.updates_weight_copies = bool(is_first_microbatch)
         output = _LinearFunction.apply(
             inputs,
             self.weight,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tuner.memory import issue
 from tuner.memory.recorder import allocate
 
 
@@ -21,6 +22,8 @@ class _Permute(torch.autograd.Function):
         output = allocate((out_tokens, inputs.shape[1]), inputs.dtype)
         permuted = None if probs is None else allocate((out_tokens,), probs.dtype)
         ctx.save_for_backward(row_ids)
+        issue.touched(routing_map, row_ids)
+        issue.touched(output, output, row_ids, kind="permute")
         ctx.input_shape = inputs.shape
         ctx.probs_shape = None if probs is None else probs.shape
         return output, row_ids, permuted
@@ -28,6 +31,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         gradient, _, probs_gradient = gradients
+        issue.touched(gradient, gradient, *ctx.saved_tensors, kind="permute")
         probs = None if ctx.probs_shape is None else allocate(ctx.probs_shape, probs_gradient.dtype)
         return allocate(ctx.input_shape, gradient.dtype), None, None, probs
 
@@ -40,6 +44,7 @@ class _Unpermute(torch.autograd.Function):
         ctx: Any, inputs: torch.Tensor, row_ids: torch.Tensor, probs: Any, shape: Any
     ) -> torch.Tensor:
         output = allocate(inputs.shape if shape is None else shape, inputs.dtype)
+        issue.touched(inputs, output, row_ids, kind="permute")
         ctx.input_shape = inputs.shape
         if probs is None:
             ctx.save_for_backward(row_ids)
@@ -50,8 +55,10 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
+        result = allocate(ctx.input_shape, gradients[0].dtype)
+        issue.touched(result, result, *saved[:2], kind="permute")
         probs = allocate(saved[2].shape, saved[2].dtype) if len(saved) == 3 else None
-        return allocate(ctx.input_shape, gradients[0].dtype), None, probs, None
+        return result, None, probs, None
 
 
 class _SortChunks(torch.autograd.Function):
@@ -62,6 +69,7 @@ class _SortChunks(torch.autograd.Function):
         ctx: Any, inputs: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor, probs: Any
     ) -> tuple[Any, ...]:
         row_ids = allocate((inputs.shape[0],), torch.int32)
+        issue.touched(inputs, inputs, kind="permute")
         ctx.save_for_backward(row_ids)
         sorted_probs = None if probs is None else allocate(probs.shape, probs.dtype)
         return allocate(inputs.shape, inputs.dtype), sorted_probs
@@ -69,6 +77,7 @@ class _SortChunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         gradient, probs = gradients
+        issue.touched(gradient, gradient, kind="permute")
         return (
             allocate(gradient.shape, gradient.dtype),
             None,
@@ -130,11 +139,13 @@ class _TopK(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         probs = allocate(logits.shape, logits.dtype)
         routing_map = allocate(logits.shape, torch.bool)
+        issue.touched(logits, probs, probs, routing_map)
         ctx.save_for_backward(routing_map, allocate(logits.shape, logits.dtype))
         return probs, routing_map
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        issue.touched(gradients[0], gradients[0], *ctx.saved_tensors)
         return allocate(gradients[0].shape, gradients[0].dtype)
 
 
@@ -156,11 +167,14 @@ class _AuxLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, probs: torch.Tensor) -> torch.Tensor:
         ctx.shape = probs.shape
+        issue.touched(probs)
         return allocate((), probs.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return allocate(ctx.shape, gradients[0].dtype)
+        result = allocate(ctx.shape, gradients[0].dtype)
+        issue.touched(result)
+        return result
 
 
 def fused_moe_aux_loss(probs: torch.Tensor, *options: Any, **more: Any) -> torch.Tensor:
@@ -200,8 +214,10 @@ class _Resize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, rows: int) -> torch.Tensor:
         ctx.shape = inputs.shape
+        issue.touched(inputs, inputs)
         return allocate((rows, *inputs.shape[1:]), inputs.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        issue.touched(gradients[0], gradients[0])
         return allocate(ctx.shape, gradients[0].dtype), None

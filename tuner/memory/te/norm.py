@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tuner.memory import issue
 from tuner.memory.recorder import allocate
 from tuner.memory.te.base import new_parameter, rows_of
 
@@ -19,6 +20,7 @@ class _NormFunction(torch.autograd.Function):
         output = allocate(inputs.shape, inputs.dtype)
         ctx.save_for_backward(inputs, weight, *statistics(inputs, with_mean=bias is not None))
         ctx.has_bias = bias is not None
+        issue.touched(inputs, output)
         return output
 
     @staticmethod
@@ -37,6 +39,7 @@ def norm_gradients(
     inputs: torch.Tensor, weight: torch.Tensor, has_bias: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of input, weight and bias."""
+    issue.touched(inputs, inputs, inputs)  # input, output's gradient, input's gradient
     return (
         allocate(inputs.shape, inputs.dtype),
         allocate(weight.shape, weight.dtype),

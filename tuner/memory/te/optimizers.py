@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tuner.memory import issue
+
 
 class FusedAdam(torch.optim.Optimizer):
     """Adam whose states may be held in fewer bytes than float32."""
@@ -83,7 +85,7 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            widened = []
+            widened, touched = [], 0
             for parameter in group["params"]:
                 remainders = self.store_param_remainders and parameter.dtype is torch.bfloat16
                 if not self.state[parameter]:
@@ -95,12 +97,15 @@ class FusedAdam(torch.optim.Optimizer):
                 )
                 if gradient is None:
                     continue
+                states = issue.size_of(self.state[parameter].values())
+                touched += 2 * (states + issue.size_of([parameter])) + issue.size_of([gradient])
                 # Narrow states are widened for the kernel, all at once, and written back.
                 for name, value in self.state[parameter].items():
                     if name == "master_param" and remainders:
                         continue
                     if value.dtype is not torch.float32:
                         widened.append(value.float())
+            issue.memory(touched, "optimizer")
             del widened
 
 
@@ -117,12 +122,14 @@ def multi_tensor_l2norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     partial = torch.zeros(320, dtype=torch.float32, device="meta")
     norm = torch.zeros(1, dtype=torch.float32, device="meta")
+    issue.touched(*lists[0])
     del partial
     return norm, torch.zeros(1, dtype=torch.float32, device="meta")
 
 
 def multi_tensor_scale(chunk_size: int, overflow: Any, lists: Any, scale: Any) -> None:
     """Scales in place, or from one list into another."""
+    issue.touched(*lists[0], *lists[1])
 
 
 def multi_tensor_unscale_l2norm(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tuner.memory import issue
 from tuner.memory.recorder import allocate
 from tuner.memory.te.state import process
 
@@ -190,7 +191,9 @@ def quantized(tensor: torch.Tensor, *, rows: bool, columns: bool) -> list[torch.
     if recipe.float8_per_tensor_scaling() and process.architecture == "blackwell":
         # One copy serves rows and columns: such GPUs multiply FP8 in any layout.
         rows, columns = True, False
-    return [_copy(tensor, recipe) for wanted in (rows, columns) if wanted]
+    copies = [_copy(tensor, recipe) for wanted in (rows, columns) if wanted]
+    issue.touched(tensor, *copies, kind="quantize")
+    return copies
 
 
 def _copy(tensor: torch.Tensor, recipe: Any) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tuner.memory import issue
 from tuner.memory.recorder import allocate
 
 
@@ -44,10 +45,12 @@ class _FusedRotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(frequencies)
+        issue.touched(tensor, tensor)
         return allocate(tensor.shape, tensor.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        issue.touched(gradients[0], gradients[0])
         return allocate(gradients[0].shape, gradients[0].dtype), None
 
 
