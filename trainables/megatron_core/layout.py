@@ -60,7 +60,8 @@ class Layout:
         context = size("context_parallel_size")
         micro_batch = size("micro_batch_size")
         # A virtual size of 1 is one chunk per rank: the plain 1F1B schedule.
-        virtual = size("virtual_pipeline_model_parallel_size")
+        virtual = _chunks_of_layout(config.get("pipeline_model_parallel_layout"), pipeline)
+        virtual = virtual or size("virtual_pipeline_model_parallel_size")
         model_ranks = tensor * pipeline * context
         if world_size % model_ranks:
             raise TrialSpecError(
@@ -85,3 +86,19 @@ class Layout:
             micro_batch_size=micro_batch,
             num_microbatches=global_batch_size // per_microbatch,
         )
+
+
+def _chunks_of_layout(layout: object, pipeline: int) -> int:
+    """Model chunks per pipeline rank that a pipeline layout deals out; 0 without one.
+
+    Megatron-LM sets the virtual size from the layout (megatron/training/arguments.py).
+    """
+    if not layout:
+        return 0
+    if isinstance(layout, str):
+        from megatron.core.transformer.pipeline_parallel_layer_layout import (
+            PipelineParallelLayerLayout,
+        )
+
+        return int(PipelineParallelLayerLayout.get_num_stages_from_str(layout)) // pipeline
+    return len(layout) // pipeline if isinstance(layout, (list, tuple)) else 0
