@@ -123,12 +123,14 @@ def _mtp_spec(plan: BuildPlan, config: Any, stage: int | None) -> Any:
         return None
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
+        get_gpt_decoder_layer_specs,
         get_gpt_mtp_block_spec,
     )
 
-    decoder = get_gpt_decoder_block_spec(
-        config, plan.use_transformer_engine, config.normalization, config.qk_l2_norm, stage
-    )
+    layers = (config, plan.use_transformer_engine, config.normalization, config.qk_l2_norm)
+    decoder = get_gpt_decoder_block_spec(*layers, stage)
+    if not decoder.layer_specs:  # a stage without decoder layers, as Megatron-LM's model builder
+        decoder = get_gpt_decoder_layer_specs(*layers)[-1]
     spec = get_gpt_mtp_block_spec(config, decoder, plan.use_transformer_engine, vp_stage=stage)
     return spec if plan.use_transformer_engine else with_memory_lean_layers(spec)
 
