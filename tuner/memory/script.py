@@ -23,11 +23,12 @@ ATTENTION_MASK = "create_attention_mask_in_dataloader"
 _RENAMED = {"ddp_average_in_collective": "average_in_collective"}
 """Settings of training scripts that Megatron-Core's classes know under another name."""
 
+_WEIGHTS_IN_FP8 = ("fp8_param", "fp8_param_gather")
+"""Names of one option of training scripts, for the model's layers and for data parallelism."""
+
 _UNMODELLED = {
     "use_megatron_fsdp": "Megatron-FSDP is not modelled",
     "use_torch_fsdp2": "PyTorch's FSDP2 is not modelled",
-    "fp8_param_gather": "weights held in FP8 are not modelled",
-    "fp8_param": "weights held in FP8 are not modelled",
     "tp_comm_overlap": "userbuffers of overlapped tensor-parallel communication are not modelled",
     "fp8_dot_product_attention": "attention in FP8 is not modelled",
     "fp8_multi_head_attention": "attention in FP8 is not modelled",
@@ -44,6 +45,8 @@ def megatron_core_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], boo
         if fields.get(name):
             raise UnsupportedError(message, field=name, fix="unset it")
         fields.pop(name, None)
+    if any(fields.get(name) for name in _WEIGHTS_IN_FP8):
+        fields |= dict.fromkeys(_WEIGHTS_IN_FP8, True)
     if graphs.uses_graphs(fields):
         fields = graphs.with_early_capture(fields)
     if fields.get("transformer_impl") == "local":
@@ -121,11 +124,13 @@ class ScriptStep:
         return batch
 
 
-def _forward_step(data: Any, model: Any) -> Any:
+def _forward_step(data: Any, model: Any, return_schedule_plan: bool = False) -> Any:
+    """The forward pass of one micro-batch, or its plan where the schedule interleaves layers."""
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     batch = get_batch_on_this_cp_rank(next(data)) if data is not None else {}
-    output = model(
+    run = unwrapped(model).build_schedule_plan if return_schedule_plan else model
+    output = run(
         batch.get("tokens"),
         batch.get("position_ids"),
         batch.get("attention_mask"),
