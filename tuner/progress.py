@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tuner.candidate import Candidate
 from tuner.measurement import Outcome
-from tuner.search.study import Proposal, TrialRecord
+from tuner.search.records import Proposal, TrialRecord
 
 _GIB = 2**30
 _SHOWN_TRIALS = 12

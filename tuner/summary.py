@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.measurement import Measurement
-from tuner.search.study import TrialRecord, best_of, pareto_front
+from tuner.search.records import TrialRecord, best_of, pareto_front
 
 _GIB = 2**30
 _PACKAGES = ("megatron-tuner", "megatron-core", "torch", "ray", "optuna", "mlflow")

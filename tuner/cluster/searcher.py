@@ -18,7 +18,8 @@ from tuner.candidate import Candidate
 from tuner.cluster.placement import Placement
 from tuner.cluster.trial_actor import RESULT_KEY
 from tuner.measurement import Outcome, TrialResult, TrialSpec
-from tuner.search.study import Proposal, TrialRecord, TuningStudy
+from tuner.search.records import Proposal, TrialRecord
+from tuner.search.study import TuningStudy
 
 OnStart = Callable[[Proposal], None]
 OnEnd = Callable[[TrialRecord], None]
@@ -95,9 +96,7 @@ class StudySearcher(Searcher):
             ended = TrialResult(Outcome.CRASHED, "the trial's Ray actor died (see the Ray logs)")
         else:
             ended = TrialResult.from_json(json.loads(result[RESULT_KEY]))
-        self._study.tell(proposal.number, self._within_limit(proposal, ended))
-        record = next(r for r in self._study.records() if r.number == proposal.number)
-        self._on_end(record)
+        self._on_end(self._study.tell(proposal.number, self._within_limit(proposal, ended)))
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing to save: the study's storage is the record, written at every tell."""

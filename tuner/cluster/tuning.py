@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tuner.cluster.prepared import PreparedJob
 from tuner.errors import EnvironmentLacksError
 from tuner.measurement import Outcome, write_json_atomically
-from tuner.search.study import Proposal, TrialRecord, TuningStudy, best_of, open_study
+from tuner.search.records import Proposal, TrialRecord, best_of
+from tuner.search.study import TuningStudy, open_study
 from tuner.study_dir import StudyDirectory
 from tuner.summary import best_document, summarize
 

@@ -125,7 +125,8 @@ class Proposer:
         import numpy as np
 
         best = known.best_row
-        if best is None or len(known.seen) + len(known.running) >= _CONTROL_WITHIN:
+        launched = sum(one.fits is not None for one in known.seen) + len(known.running)
+        if best is None or launched >= _CONTROL_WITHIN:
             return None
         control = control_of(self.pool.table.candidates[best])
         row = None if control is None else self.pool.table.rows.get(control.key)

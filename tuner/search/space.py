@@ -25,11 +25,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tuner.candidate import DEFAULTS
 from tuner.errors import InputError, nearest_name
 from tuner.files import read_yaml_mapping
+
+if TYPE_CHECKING:
+    import optuna
 
 Value = Any
 _SPACE_KEYS = ("description", "includes", "axes", "fixed")
@@ -134,6 +137,18 @@ class SearchSpace:
                 )
             labels[axis.field] = label
         return labels
+
+    def distributions(
+        self, labels: Mapping[str, str]
+    ) -> dict[str, optuna.distributions.CategoricalDistribution]:
+        """What Optuna is told of these axes: every label each of them offers."""
+        from optuna.distributions import CategoricalDistribution
+
+        return {
+            axis.field: CategoricalDistribution([label_of(value) for value in axis.values])
+            for axis in self.axes
+            if axis.field in labels
+        }
 
 
 def _default(axis: Axis) -> Value:

@@ -1,8 +1,8 @@
-"""The study: proposes candidates with Optuna and remembers every trial.
+"""The study: proposes candidates and remembers every trial, in any Optuna storage.
 
-The Optuna storage is the study's only record: each trial's candidate, outcome, reason and
-measurement stand in its user attributes, so a study can be reopened, reported and resumed from
-`study.db` alone. States are used so that samplers learn the right thing:
+Each trial's candidate, outcome, reason and measurement stand in its user attributes, so a study
+can be reopened, reported and resumed from its storage alone, and by several drivers at once.
+States are used so that samplers learn the right thing:
 
 - a candidate the rules reject is PRUNED, with the rule, and violates the constraint; it never
   leaves this module and counts against no budget;
@@ -14,202 +14,223 @@ measurement stand in its user attributes, so a study can be reopened, reported a
 from __future__ import annotations
 
 import random
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
-from tuner.errors import InputError
 from tuner.measurement import Measurement, Outcome, TrialResult
+from tuner.search.engine import Engine, expectation
+from tuner.search.records import (
+    DUPLICATE,
+    REJECTED,
+    RUNNING,
+    Checker,
+    Proposal,
+    Rejection,
+    TrialRecord,
+    best_of,
+)
+from tuner.search.samplers import NumberedChooser, draws_numbers, make_sampler, numbered
 from tuner.search.space import SearchSpace
+from tuner.search.store import TrialStore
 
 if TYPE_CHECKING:
     import optuna
 
-REJECTED = "rejected"
-DUPLICATE = "duplicate"
-RUNNING = "running"
 _REPEATS_BEFORE_LISTING = 4  # proposals in a row already seen before unseen ones are listed
 _LISTED_AT_MOST = 20_000  # points of the space looked at when listing
 _ASKS_AT_MOST = 2_000  # proposals in a row none of which can be launched
 _GIB = 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """Why a candidate may not run: the rule's id and its message."""
-
-    rule: str
-    message: str
-
-
-Checker = Callable[[Candidate], "Rejection | None"]
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """A valid candidate to launch; `number` is its trial number in the study."""
-
-    number: int
-    candidate: Candidate
-
-
-@dataclass(frozen=True, slots=True)
-class TrialRecord:
-    """What the study knows of one trial. `outcome` is an Outcome's value or "running"."""
-
-    number: int
-    candidate: Candidate
-    outcome: str
-    reason: str
-    duration_s: float
-    measurement: Measurement | None
-
-    @property
-    def feasible(self) -> bool:
-        """Whether it ran through within the memory limit."""
-        return self.outcome == Outcome.COMPLETED.value and self.measurement is not None
-
-
 class TuningStudy:
     """Ask for candidates, tell their results; any Optuna storage.
 
-    `check` decides validity; `metric` names the Measurement field to maximise; `start` are flat
-    candidates proposed first. The same seed, space and results give the same proposals.
+    `check` decides validity; `metric` names the Measurement field to maximise. With an `engine`
+    proposals come from it, else from the Optuna study's own sampler. The same seed, space and
+    results give the same proposals.
     """
 
     def __init__(
         self,
-        study: optuna.Study,
+        store: TrialStore,
         space: SearchSpace,
         check: Checker,
         *,
         metric: str,
         memory_limit_bytes: int | None,
         seed: int,
+        engine: Engine | None = None,
+        numbers: bool = False,
     ) -> None:
-        self._study = study
+        self._store = store
         self._space = space
         self._check = check
         self._metric = metric
         self._memory_limit_bytes = memory_limit_bytes
         self._random = random.Random(seed)
-        self._seen: dict[str, int] = {}
+        self._engine = engine
+        self._numbers = numbers
         self._unseen: list[dict[str, Any]] | None = None
-        for trial in study.get_trials(deepcopy=False):
-            key = trial.user_attrs.get("key")
-            if key is not None and trial.user_attrs.get("outcome") not in (
-                DUPLICATE,
-                Outcome.INTERRUPTED.value,
-            ):
-                self._seen.setdefault(key, trial.number)
 
     def enqueue(self, flat: Mapping[str, Any]) -> None:
         """Propose this flat candidate next. Raises InputError where it lies outside the space."""
-        self._study.enqueue_trial(self._space.labels(Candidate.from_flat(flat).to_flat()))
+        self._store.enqueue(self._params(Candidate.from_flat(flat).to_flat()))
 
     def ask(self) -> Proposal | None:
         """The next candidate to launch, or None when the space holds no other."""
+        self._store.refresh()
+        if self._engine is not None:
+            proposal = self._ask_engine(self._engine)
+            if proposal is not None or not self._store.queued:
+                return proposal
+        return self._ask_sampler()
+
+    def _ask_engine(self, engine: Engine) -> Proposal | None:
+        while not self._store.queued:
+            found = engine.propose(self._store.records())
+            if found is None:
+                return None
+            candidate, choice = found
+            rejection = self._check(candidate)
+            if rejection is not None:
+                self._note_rejected(engine, candidate, rejection)
+                continue
+            expected = expectation(choice)
+            number = self._start(candidate, {"expected": expected, "outcome": RUNNING})
+            twin = self._store.earlier_twin(number)
+            if twin is None:
+                return Proposal(number, candidate, expected)
+            self._set_aside(number, DUPLICATE, f"same run as trial {twin}")
+        return self._ask_sampler()
+
+    def _note_rejected(self, engine: Engine, candidate: Candidate, rejection: Rejection) -> None:
+        engine.refuse(candidate)
+        number = self._start(candidate, {"rule": rejection.rule, "outcome": RUNNING})
+        self._set_aside(number, REJECTED, rejection.message)
+
+    def _start(self, candidate: Candidate, attributes: Mapping[str, Any]) -> int:
+        """Start the trial of a candidate that no sampler drew."""
+        flat = candidate.to_flat()
+        labels = self._space.labels(flat)
+        return self._store.add(
+            labels,
+            self._space.distributions(labels),
+            {"key": candidate.key, "candidate": flat, **attributes},
+        )
+
+    def _ask_sampler(self) -> Proposal | None:
         repeats = 0
         for _ in range(_ASKS_AT_MOST):
-            trial = self._study.ask()
-            candidate = Candidate.from_flat(self._space.suggest(trial))
-            trial.set_user_attr("key", candidate.key)
-            trial.set_user_attr("candidate", candidate.to_flat())
-            earlier = self._seen.get(candidate.key)
-            if earlier is not None:
-                self._set_aside(trial, DUPLICATE, f"same run as trial {earlier}")
-                repeats += 1
-                if repeats >= _REPEATS_BEFORE_LISTING and not self._enqueue_unseen():
-                    return None
+            trial = self._store.ask()
+            chooser = NumberedChooser(trial) if self._numbers else trial
+            candidate = Candidate.from_flat(self._space.suggest(chooser))
+            earlier = self._seen_as(candidate.key)
+            rejection = None if earlier is not None else self._check(candidate)
+            attributes = {"key": candidate.key, "candidate": candidate.to_flat()}
+            if rejection is not None:
+                attributes["rule"] = rejection.rule
+            else:
+                attributes["outcome"] = RUNNING
+            self._store.asked(trial, attributes)
+            if rejection is not None:
+                self._set_aside(trial.number, REJECTED, rejection.message)
                 continue
-            self._seen[candidate.key] = trial.number
-            rejection = self._check(candidate)
-            if rejection is None:
-                trial.set_user_attr("outcome", RUNNING)
+            earlier = self._store.earlier_twin(trial.number) if earlier is None else earlier
+            if earlier is None:
                 return Proposal(trial.number, candidate)
-            trial.set_user_attr("rule", rejection.rule)
-            self._set_aside(trial, REJECTED, rejection.message)
+            self._set_aside(trial.number, DUPLICATE, f"same run as trial {earlier}")
+            repeats += 1
+            if repeats >= _REPEATS_BEFORE_LISTING and not self._enqueue_unseen():
+                return None
         return None
 
-    def tell(self, number: int, result: TrialResult) -> None:
+    def tell(self, number: int, result: TrialResult) -> TrialRecord:
         """Record how trial `number` ended. Raises ValueError where it is not running."""
         from optuna.trial import TrialState
 
-        trial = self._open_trial(number)
         measured = result.measurement
-        trial.set_user_attr("outcome", result.outcome.value)
-        trial.set_user_attr("reason", result.reason)
-        trial.set_user_attr("duration_s", result.duration_s)
-        trial.set_user_attr("measurement", None if measured is None else measured.to_json())
+        attributes = {
+            "outcome": result.outcome.value,
+            "reason": result.reason,
+            "duration_s": result.duration_s,
+            "measurement": None if measured is None else measured.to_json(),
+        }
         value = 0.0 if measured is None else float(getattr(measured, self._metric))
         if result.outcome is Outcome.COMPLETED and measured is not None:
-            trial.set_constraint("memory", 0.0)
-            self._study.tell(number, value)
+            self._store.finish(number, attributes, values=[value], constraints={"memory": 0.0})
         elif result.outcome is Outcome.OOM:
-            trial.set_constraint("memory", self._excess_gib(measured))
-            self._study.tell(number, value)
+            excess = {"memory": self._excess_gib(measured)}
+            self._store.finish(number, attributes, values=[value], constraints=excess)
         elif result.outcome is Outcome.TIMEOUT:
-            self._study.tell(number, 0.0)
+            self._store.finish(number, attributes, values=[0.0])
         else:
-            if result.outcome is Outcome.INTERRUPTED:
-                self._seen = {k: n for k, n in self._seen.items() if n != number}
-            self._study.tell(number, state=TrialState.FAIL)
+            self._store.finish(number, attributes, state=TrialState.FAIL)
+        record = self._store.record(number)
+        assert record is not None
+        return record
 
     def interrupt_running(self, reason: str, *, requeue: bool) -> list[int]:
         """End every trial still marked running as interrupted; with `requeue` propose it again."""
-        from optuna.trial import TrialState
-
+        self._store.refresh()
         numbers = []
-        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            self.tell(trial.number, TrialResult(Outcome.INTERRUPTED, reason))
-            if requeue and trial.user_attrs.get("outcome") == RUNNING:
-                self._study.enqueue_trial(trial.params)
-            numbers.append(trial.number)
+        for entry in self._store.entries():
+            if entry.finished or entry.waiting:
+                continue
+            self.tell(entry.number, TrialResult(Outcome.INTERRUPTED, reason))
+            if requeue and entry.outcome == RUNNING:
+                self._store.enqueue(entry.params)
+            numbers.append(entry.number)
         return numbers
 
     def requeue_interrupted(self) -> int:
         """Propose again the interrupted candidates that no later trial has run; how many."""
-        waiting = {}
-        for trial in self._study.get_trials(deepcopy=False):
-            if trial.user_attrs.get("outcome") == Outcome.INTERRUPTED.value:
-                waiting[trial.user_attrs["key"]] = trial.params
-        fresh = [params for key, params in waiting.items() if key not in self._seen]
+        self._store.refresh()
+        waiting = {
+            entry.key: entry.params
+            for entry in self._store.entries()
+            if entry.outcome == Outcome.INTERRUPTED.value and entry.key is not None
+        }
+        fresh = [params for key, params in waiting.items() if self._seen_as(key) is None]
         for params in fresh:
-            self._study.enqueue_trial(params, skip_if_exists=False)
+            self._store.enqueue(params)
         return len(fresh)
 
     def records(self) -> list[TrialRecord]:
         """Every launched trial, in order (rejected and repeated proposals are not trials)."""
-        records = []
-        for trial in self._study.get_trials(deepcopy=False):
-            attrs = trial.user_attrs
-            outcome = attrs.get("outcome")
-            if outcome in (None, REJECTED, DUPLICATE):
-                continue
-            measured = attrs.get("measurement")
-            records.append(
-                TrialRecord(
-                    number=trial.number,
-                    candidate=Candidate.from_flat(attrs["candidate"]),
-                    outcome=outcome,
-                    reason=attrs.get("reason", ""),
-                    duration_s=attrs.get("duration_s", 0.0),
-                    measurement=None if measured is None else Measurement.from_json(measured),
-                )
-            )
-        return records
+        self._store.refresh()
+        return self._store.records()
 
     def rejected(self) -> dict[str, int]:
         """How many proposals each rule rejected, by rule id."""
-        trials = self._study.get_trials(deepcopy=False)
-        return dict(Counter(t.user_attrs["rule"] for t in trials if "rule" in t.user_attrs))
+        rules = (entry.attributes.get("rule") for entry in self._store.entries())
+        return dict(Counter(rule for rule in rules if rule is not None))
 
     def best(self) -> TrialRecord | None:
         """The feasible trial with the best metric; the earlier one of equals."""
         return best_of(self.records(), self._metric)
+
+    @property
+    def engine(self) -> Engine | None:
+        """What proposes, where it is not an Optuna sampler."""
+        return self._engine
+
+    def _seen_as(self, key: str) -> int | None:
+        """The trial that ran, runs or was refused as this candidate; interrupted ones aside."""
+        for entry in self._store.entries():
+            unsettled = entry.waiting or entry.outcome in (DUPLICATE, Outcome.INTERRUPTED.value)
+            if entry.key == key and not unsettled:
+                return entry.number
+        return None
+
+    def _params(self, flat: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters under which the study's sampler finds a flat candidate."""
+        labels = self._space.labels(flat)
+        if not self._numbers:
+            return dict(labels)
+        choices = {name: list(d.choices) for name, d in self._space.distributions(labels).items()}
+        return {numbered(name): choices[name].index(label) for name, label in labels.items()}
 
     def _excess_gib(self, measurement: Measurement | None) -> float:
         """GiB above the memory limit; 1 where the run left no figure."""
@@ -218,15 +239,16 @@ class TuningStudy:
         excess = measurement.peak_memory_allocated_bytes - self._memory_limit_bytes
         return max(excess, 1) / _GIB
 
-    def _set_aside(self, trial: optuna.Trial, outcome: str, reason: str) -> None:
+    def _set_aside(self, number: int, outcome: str, reason: str) -> None:
         from optuna.trial import TrialState
 
-        trial.set_user_attr("outcome", outcome)
-        trial.set_user_attr("reason", reason)
-        if outcome == REJECTED:
-            trial.set_constraint("validity", 1.0)
-        state = TrialState.PRUNED if outcome == REJECTED else TrialState.FAIL
-        self._study.tell(trial.number, state=state)
+        rejected = outcome == REJECTED
+        self._store.finish(
+            number,
+            {"outcome": outcome, "reason": reason},
+            state=TrialState.PRUNED if rejected else TrialState.FAIL,
+            constraints={"validity": 1.0} if rejected else None,
+        )
 
     def _enqueue_unseen(self) -> bool:
         """Propose a valid candidate not seen before, at random; False when there is none left."""
@@ -235,26 +257,10 @@ class TuningStudy:
         while self._unseen:
             flat = self._unseen.pop()
             candidate = Candidate.from_flat(flat)
-            if candidate.key not in self._seen and self._check(candidate) is None:
-                self._study.enqueue_trial(self._space.labels(flat))
+            if self._seen_as(candidate.key) is None and self._check(candidate) is None:
+                self._store.enqueue(self._params(flat))
                 return True
         return False
-
-    def _open_trial(self, number: int) -> optuna.Trial:
-        import optuna
-
-        trials = self._study.get_trials(deepcopy=False)
-        if not 0 <= number < len(trials) or trials[number].state.is_finished():
-            raise ValueError(f"trial {number} is not running")
-        return optuna.Trial(self._study, trials[number]._trial_id)
-
-
-def best_of(records: list[TrialRecord], metric: str) -> TrialRecord | None:
-    """The feasible record with the largest `metric` of its measurement."""
-    feasible = [record for record in records if record.feasible]
-    if not feasible:
-        return None
-    return max(feasible, key=lambda r: (getattr(r.measurement, metric), -r.number))
 
 
 def open_study(
@@ -267,41 +273,40 @@ def open_study(
     memory_limit_bytes: int | None = None,
     sampler: str = "tpe",
     seed: int = 0,
+    engine: Engine | None = None,
 ) -> TuningStudy:
-    """Create the named study in an Optuna storage, or open the one that is there."""
+    """Create the named study in an Optuna storage, or open the one that is there.
+
+    `storage_url` is a database URL, or the path of a journal file ending in ".journal". The sampler
+    "residual" needs an `engine`.
+    """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = _storage(storage_url)
     study = optuna.create_study(
-        storage=storage_url, study_name=name, direction="maximize", load_if_exists=True
+        storage=storage, study_name=name, direction="maximize", load_if_exists=True
     )
-    seed += len(study.get_trials(deepcopy=False))  # a resumed study goes on, it does not repeat
-    study.sampler = _sampler(sampler, seed)
+    store = TrialStore(study, storage)
+    seed += len(store.entries())  # a resumed study goes on, it does not repeat
+    study.sampler = make_sampler(sampler, seed)
     return TuningStudy(
-        study, space, check, metric=metric, memory_limit_bytes=memory_limit_bytes, seed=seed
+        store,
+        space,
+        check,
+        metric=metric,
+        memory_limit_bytes=memory_limit_bytes,
+        seed=seed,
+        engine=engine,
+        numbers=draws_numbers(sampler),
     )
 
 
-def _sampler(name: str, seed: int) -> optuna.samplers.BaseSampler:
+def _storage(url: str) -> optuna.storages.BaseStorage:
     import optuna
 
-    if name == "random":
-        return optuna.samplers.RandomSampler(seed=seed)
-    if name == "tpe":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return optuna.samplers.TPESampler(seed=seed, n_startup_trials=6, group=True)
-    raise InputError(f"there is no sampler '{name}'", field="search.sampler", fix="use tpe")
+    if url.endswith(".journal"):
+        from optuna.storages.journal import JournalFileBackend
 
-
-def pareto_front(records: list[TrialRecord], metric: str) -> list[TrialRecord]:
-    """Feasible trials that no other beats in both peak memory and `metric`, leanest first."""
-    feasible = [(r, r.measurement) for r in records if r.feasible and r.measurement is not None]
-    feasible.sort(key=lambda p: (p[1].peak_memory_allocated_bytes, -getattr(p[1], metric)))
-    front: list[TrialRecord] = []
-    reached = float("-inf")
-    for record, measured in feasible:
-        if getattr(measured, metric) > reached:
-            reached = getattr(measured, metric)
-            front.append(record)
-    return front
+        return optuna.storages.JournalStorage(JournalFileBackend(url))
+    return optuna.storages.get_storage(url)

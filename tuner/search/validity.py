@@ -10,8 +10,8 @@ from typing import Any
 
 from tuner.candidate import Candidate
 from tuner.constraints import Capabilities, check
+from tuner.search.records import Rejection
 from tuner.search.space import SearchSpace
-from tuner.search.study import Rejection
 
 _LOOKED_AT = 5_000
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.candidate import Candidate
 from tuner.errors import EnvironmentLacksError
 from tuner.measurement import Measurement, Outcome
-from tuner.search.study import RUNNING, TrialRecord
+from tuner.search.records import RUNNING, TrialRecord
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

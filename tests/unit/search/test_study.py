@@ -8,8 +8,9 @@ import pytest
 from tuner.candidate import Candidate
 from tuner.errors import InputError
 from tuner.measurement import Measurement, Outcome, RankMeasurement, TrialResult
+from tuner.search.records import Rejection, pareto_front
 from tuner.search.space import load_space, parse_space
-from tuner.search.study import Rejection, open_study, pareto_front
+from tuner.search.study import open_study
 
 SPACE = parse_space(
     {
