@@ -95,7 +95,7 @@ def test_units_share_placeholders_of_equal_shape() -> None:
     assert placeholder_bytes(shared, ["head"]) == 3
 
 
-@pytest.mark.parametrize("field", ["use_megatron_fsdp", "fp8_param_gather", "tp_comm_overlap"])
+@pytest.mark.parametrize("field", ["use_megatron_fsdp", "tp_comm_overlap"])
 def test_settings_without_a_model_are_refused_by_name(field) -> None:
     with pytest.raises(UnsupportedError, match=field):
         megatron_core_config({field: True})

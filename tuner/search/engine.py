@@ -1,0 +1,126 @@
+"""Proposals for a study from its pool of candidates: the sampler "residual"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tuner.candidate import Candidate
+from tuner.measurement import Outcome
+from tuner.search.estimates import Estimator
+from tuner.search.knowledge import Knowledge, Seen
+from tuner.search.pool import Pool
+from tuner.search.proposer import Choice, Proposer
+from tuner.search.records import TrialRecord
+from tuner.search.table import CandidateTable
+
+
+@dataclass(frozen=True, slots=True)
+class TrialCosts:
+    """What trials take: GPUs of a candidate's, seconds besides its steps, number of steps."""
+
+    world_size_of: Callable[[Candidate], int]
+    overhead_s: float = 60.0
+    steps: int = 5
+
+
+class Engine:
+    """Chooses among the candidates of a space, told of every trial of the study.
+
+    `candidates` are the valid ones; `limit_bytes` is the memory a rank may allocate, as
+    `estimator` counts it.
+    """
+
+    def __init__(
+        self,
+        candidates: Iterable[Candidate],
+        estimator: Estimator,
+        *,
+        limit_bytes: float,
+        costs: TrialCosts,
+    ) -> None:
+        self._candidates = {candidate.key: candidate for candidate in candidates}
+        self._estimator = estimator
+        self._limit_bytes = limit_bytes
+        self._costs = costs
+        self._refused: set[str] = set()
+        self._seen: dict[int, Seen] = {}
+
+    @cached_property
+    def _proposer(self) -> Proposer:
+        candidates = list(self._candidates.values())
+        pool = Pool(
+            CandidateTable.of(candidates),
+            self._estimator(candidates),
+            self._limit_bytes,
+            [self._costs.world_size_of(candidate) for candidate in candidates],
+            self._costs.overhead_s,
+            self._costs.steps,
+        )
+        return Proposer(pool)
+
+    def propose(self, records: Sequence[TrialRecord]) -> tuple[Candidate, Choice] | None:
+        """The next candidate and what is expected of it; None when none is left."""
+        if not self._candidates:
+            return None
+        seen, running = self._trials(records)
+        choice = self._proposer.choose(seen, running)
+        if choice is None:
+            return None
+        return self._proposer.pool.table.candidates[choice.row], choice
+
+    def know(self, records: Sequence[TrialRecord]) -> Knowledge:
+        """What is known of every candidate of the pool after these trials."""
+        return self._proposer.know(*self._trials(records))
+
+    @property
+    def pool(self) -> Pool:
+        """The candidates and their estimates."""
+        return self._proposer.pool
+
+    @property
+    def proposer(self) -> Proposer:
+        return self._proposer
+
+    def refuse(self, candidate: Candidate) -> None:
+        """Never propose this candidate (the rules reject it, or it counts as another)."""
+        self._refused.add(candidate.key)
+
+    def _trials(self, records: Sequence[TrialRecord]) -> tuple[list[Seen], list[int]]:
+        """Finished trials and running ones by row; candidates new to the pool are taken in."""
+        strangers = [r.candidate for r in records if r.candidate.key not in self._candidates]
+        if strangers:
+            self._candidates.update((c.key, c) for c in strangers)
+            self._seen.clear()
+            del self._proposer
+        rows = self._proposer.pool.table.rows
+        seen = []
+        for record in records:
+            if record.running or record.outcome == Outcome.INTERRUPTED.value:
+                continue
+            if record.number not in self._seen:
+                self._seen[record.number] = self._seen_of(record, rows[record.candidate.key])
+            seen.append(self._seen[record.number])
+        seen += [Seen(rows[key], None, None, None) for key in sorted(self._refused) if key in rows]
+        return seen, [rows[r.candidate.key] for r in records if r.running]
+
+    def _seen_of(self, record: TrialRecord, row: int) -> Seen:
+        measured = record.measurement
+        fits = {Outcome.COMPLETED.value: True, Outcome.OOM.value: False}.get(record.outcome)
+        if measured is None:
+            return Seen(row, None, None, fits)
+        return Seen(row, measured.step_time_s, measured.peak_memory_allocated_bytes, fits)
+
+
+def expectation(choice: Choice) -> dict[str, Any]:
+    """A choice as plain data, for the study's record."""
+    return {
+        "step_time_s": choice.step_time_s,
+        "spread": choice.spread,
+        "memory_bytes": choice.memory_bytes,
+        "fit_probability": choice.fit_probability,
+        "improvement": choice.improvement,
+        "reason": choice.reason,
+    }
