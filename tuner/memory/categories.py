@@ -53,6 +53,8 @@ _LOSS_MODULES = ("output_layer", "loss")
 CUBLAS_WORKSPACE = "cuBLAS workspace"
 TRANSFORMER_ENGINE_WORKSPACE = "Transformer Engine workspace"
 """Modules under which workspaces are filed."""
+LOW_PRECISION_WEIGHTS = "low-precision weights"
+"""Module under which weights in low precision, and copies kept of others, are filed."""
 
 
 def categorised(trace: Trace, labels: Mapping[int, str], forward_ends: NDArray[np.int64]) -> Trace:
@@ -95,6 +97,7 @@ def categorised(trace: Trace, labels: Mapping[int, str], forward_ends: NDArray[n
         category[block] = codes[label]
     for name in (CUBLAS_WORKSPACE, TRANSFORMER_ENGINE_WORKSPACE):
         category[module == _index(trace.module_names, name)] = codes[WORKSPACES]
+    category[module == _index(trace.module_names, LOW_PRECISION_WEIGHTS)] = codes[WEIGHTS]
     return replace(trace, category=category[trace.block], category_names=CATEGORIES)
 
 

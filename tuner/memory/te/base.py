@@ -8,8 +8,12 @@ from typing import Any
 import torch
 
 from tuner.memory import issue
+from tuner.memory.categories import LOW_PRECISION_WEIGHTS
 from tuner.memory.recorder import allocate
 from tuner.memory.te import quantize
+from tuner.memory.te.primary import QuantizedTensor, primary_weight
+from tuner.memory.te.quantized import WEIGHT, Quantized
+from tuner.memory.te.state import filed_under
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
@@ -23,7 +27,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fp8_meta: dict[str, Any] = {}
-        self._weight_copies: dict[str, list[torch.Tensor]] = {}
+        self._weight_copies: dict[str, Quantized] = {}
+        self._quantizer_state: list[torch.Tensor] | None = None
         self._delayed: list[Any] = []
         self._delayed_products: list[Callable[[], None]] = []
         self.delay_wgrad_compute = False
@@ -34,21 +39,42 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def set_extra_state(self, state: Any) -> None:
         pass
 
+    def prepare_low_precision(self, products: int) -> None:
+        """Make what the layer's quantisers keep, at its first pass in low precision."""
+        if self._quantizer_state is None:
+            with filed_under(LOW_PRECISION_WEIGHTS):
+                self._quantizer_state = quantize.quantizer_state(products)
+
     def quantized_weight(
         self, name: str, weight: torch.Tensor, cached: bool, columns: bool
-    ) -> list[torch.Tensor]:
+    ) -> Quantized:
         """The low-precision copy of a weight (`get_weight_workspace`).
 
-        It is cached from the first micro-batch on when the caller says which one it is.
+        It is cached from the first micro-batch on when the caller says which one it is. One without
+        what is read by columns is replaced where that is needed, and one that a later pass without
+        gradients writes anew loses it.
         """
-        if cached and name in self._weight_copies:
+        if isinstance(weight, QuantizedTensor):
+            if columns:
+                with filed_under(LOW_PRECISION_WEIGHTS):
+                    weight.copy.add_columns()
+            return weight.copy
+        held = self._weight_copies.get(name) if cached else None
+        if held is not None and columns and held.lacks_columns:
+            del held, self._weight_copies[name]
+            held = None
+        if held is not None:
             if self.updates_weight_copies:
-                issue.touched(weight, *self._weight_copies[name], kind="quantize")
-            return self._weight_copies[name]
-        copies = quantize.quantized(weight, rows=True, columns=columns)
-        if cached:
-            self._weight_copies[name] = copies
-        return copies
+                if not columns:
+                    held.only_rows()
+                issue.touched(weight, *held.tensors, kind="quantize")
+            return held
+        if not cached:
+            return quantize.quantized(weight, WEIGHT, rows=True, columns=columns)
+        with filed_under(LOW_PRECISION_WEIGHTS):
+            copy = quantize.quantized(weight, WEIGHT, rows=True, columns=columns)
+        self._weight_copies[name] = copy
+        return copy
 
     def keep_for_later(self, product: Callable[[], None], *tensors: Any) -> None:
         """Hold what a weight gradient needs until `backward_dw`, and the call that records it."""
@@ -72,8 +98,16 @@ def new_parameter(
     split_dim: int | None = None,
     sequence_parallel: bool = False,
 ) -> torch.nn.Parameter:
-    """A parameter of a layer, marked as Megatron-Core's optimizer expects."""
-    parameter = torch.nn.Parameter(allocate(shape, dtype))
+    """A parameter of a layer, marked as Megatron-Core's optimizer expects.
+
+    Matrices made under `fp8_model_init` are held in low precision.
+    """
+    if quantize.state.parameters and len(shape) > 1:
+        parameter = primary_weight(
+            shape, dtype, quantize.current_recipe(), quantize.state.keeps_initial
+        )
+    else:
+        parameter = torch.nn.Parameter(allocate(shape, dtype))
     if split_dim is not None:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         parameter.partition_dim = split_dim  # type: ignore[attr-defined]
@@ -90,6 +124,13 @@ def rows_of(tensor: torch.Tensor) -> int:
 
 def group_size(group: Any) -> int:
     return 1 if group is None else torch.distributed.get_world_size(group)
+
+
+def weight_columns_needed(inputs: torch.Tensor, grad_enabled: bool) -> bool:
+    """Whether a low-precision weight is read by columns after this pass, or after its replay."""
+    if grad_enabled and inputs.requires_grad:
+        return True
+    return quantize.recompute.enabled and not quantize.recompute.replaying
 
 
 Initializer = Callable[[torch.Tensor], Any]

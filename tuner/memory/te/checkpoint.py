@@ -17,28 +17,27 @@ from tuner.memory.recorder import allocate
 from tuner.memory.te import quantize
 from tuner.memory.te.base import group_size
 
-_recompute = {"enabled": False, "phase": False}
-
 
 @contextmanager
 def activation_recompute_forward(
     activation_recompute: bool = False, recompute_phase: bool = False
 ) -> Iterator[None]:
-    saved = dict(_recompute)
-    _recompute["enabled"] = activation_recompute and quantize.state.enabled
-    _recompute["phase"] = recompute_phase
+    flags = quantize.recompute
+    saved = flags.enabled, flags.replaying
+    flags.enabled = activation_recompute and quantize.state.enabled
+    flags.replaying = recompute_phase
     try:
         yield
     finally:
-        _recompute.update(saved)
+        flags.enabled, flags.replaying = saved
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    return _recompute["enabled"]
+    return quantize.recompute.enabled
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    return _recompute["phase"]
+    return quantize.recompute.replaying
 
 
 class _Checkpoint(torch.autograd.Function):

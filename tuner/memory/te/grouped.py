@@ -13,7 +13,13 @@ import torch
 from tuner.memory import issue
 from tuner.memory.recorder import allocate
 from tuner.memory.te import quantize
-from tuner.memory.te.base import TransformerEngineBaseModule, new_parameter, rows_of
+from tuner.memory.te.base import (
+    TransformerEngineBaseModule,
+    new_parameter,
+    rows_of,
+    weight_columns_needed,
+)
+from tuner.memory.te.quantized import GRADIENT, INPUT, quantize_parts, saved_tensors
 from tuner.memory.te.state import use_stream_workspaces, weight_gradient
 
 
@@ -23,6 +29,7 @@ class _GroupedFunction(torch.autograd.Function):
         ctx: Any,
         inputs: torch.Tensor,
         layer: Any,
+        splits: list[int],
         use_bias: bool,
         cache_weights: bool,
         grad_enabled: bool,
@@ -31,15 +38,18 @@ class _GroupedFunction(torch.autograd.Function):
         count = layer.num_gemms
         weights = parameters[:count]
         low = quantize.state.enabled
-        kept, copies = [inputs], []
+        kept: Any = inputs
+        copies = []
         if low:
+            layer.prepare_low_precision(count)
             columns = grad_enabled and not layer.save_original_input
-            quantised = quantize.quantized(inputs, rows=True, columns=columns)
-            kept = [inputs] if layer.save_original_input else quantised[-1:]
-            for index, weight in enumerate(weights):
-                copies += layer.quantized_weight(
-                    f"weight{index}", weight, cache_weights, columns=grad_enabled
-                )
+            operand = _parts(inputs, splits, INPUT, rows=True, columns=columns)
+            kept = inputs if layer.save_original_input else operand
+            columns = weight_columns_needed(inputs, grad_enabled)
+            copies = [
+                layer.quantized_weight(f"weight{index}", weight, cache_weights, columns=columns)
+                for index, weight in enumerate(weights)
+            ]
         use_stream_workspaces()
         output = allocate((rows_of(inputs), weights[0].shape[0]), inputs.dtype)
         width, depth = weights[0].shape
@@ -47,7 +57,10 @@ class _GroupedFunction(torch.autograd.Function):
         recipe = quantize.state.recipe if low else None
         issue.gemm(rows, width, depth, inputs.dtype, recipe=recipe, batch=count, grouped=True)
         if grad_enabled:
-            ctx.save_for_backward(*kept, *copies, *parameters)
+            if low and kept is not inputs:
+                kept.only_columns()
+            ctx.save_for_backward(*saved_tensors([kept, *copies]), *parameters)
+            ctx.splits = splits
             ctx.layer, ctx.low, ctx.recipe = layer, low, quantize.state.recipe
             ctx.input_shape, ctx.use_bias = inputs.shape, use_bias
         return output.view(-1, *inputs.shape[1:-1], weights[0].shape[0])
@@ -59,9 +72,8 @@ class _GroupedFunction(torch.autograd.Function):
         parameters = kept[-len(list(layer.parameters())) :]
         gradient: Any = gradients[0].contiguous()
         if ctx.low:
-            saved, quantize.state.recipe = quantize.state.recipe, ctx.recipe
-            gradient = quantize.quantized(gradient, rows=True, columns=True)
-            quantize.state.recipe = saved
+            with quantize.using(ctx.recipe):
+                gradient = _parts(gradient, ctx.splits, GRADIENT, rows=True, columns=True)
         input_gradient = allocate(ctx.input_shape, gradients[0].dtype)
         weights = parameters[:count]
         width, depth = weights[0].shape
@@ -71,10 +83,15 @@ class _GroupedFunction(torch.autograd.Function):
             issue.gemm, dtype=gradients[0].dtype, recipe=recipe, batch=count, grouped=True
         )
         grouped(rows, depth, width)
+        operand = None
+        if ctx.low and layer.save_original_input:
+            with quantize.using(ctx.recipe):
+                by_rows = ctx.recipe.per_tensor
+                operand = _parts(kept[0], ctx.splits, INPUT, rows=by_rows, columns=True)
         written = 8 if layer.fuse_wgrad_accumulation else gradients[0].element_size()
         product = partial(grouped, width, depth, rows, output_bytes=written)
         if layer.delay_wgrad_compute:
-            layer.keep_for_later(product, gradient, kept)
+            layer.keep_for_later(product, operand, gradient, kept)
             weight_grads: list[Any] = [None] * count
         else:
             product()
@@ -82,9 +99,18 @@ class _GroupedFunction(torch.autograd.Function):
                 weight_gradient(weight, layer.fuse_wgrad_accumulation, grouped=True)
                 for weight in weights
             ]
+        del operand, gradient
         biases = parameters[count:]
         bias_grads = [allocate(bias.shape, bias.dtype) if ctx.use_bias else None for bias in biases]
-        return (input_gradient, None, None, None, None, *weight_grads, *bias_grads)
+        return (input_gradient, None, None, None, None, None, *weight_grads, *bias_grads)
+
+
+def _parts(tensor: torch.Tensor, splits: list[int], role: str, *, rows: bool, columns: bool) -> Any:
+    """Low-precision copies of the rows of each expert."""
+    recipe = quantize.current_recipe()
+    copy = quantize_parts(recipe, tensor.shape[-1], splits, role, rows=rows, columns=columns)
+    issue.touched(tensor, *copy.tensors, kind="quantize")
+    return copy
 
 
 class GroupedLinear(TransformerEngineBaseModule):
@@ -136,6 +162,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         output = _GroupedFunction.apply(
             inputs,
             self,
+            list(m_splits),
             applied,
             is_first_microbatch is not None,
             torch.is_grad_enabled(),

@@ -22,9 +22,18 @@ from tuner.memory.te.base import (
     group_size,
     new_parameter,
     rows_of,
+    weight_columns_needed,
 )
 from tuner.memory.te.norm import norm_gradients, statistics
 from tuner.memory.te.offload import mark_activation_offload
+from tuner.memory.te.quantized import (
+    GRADIENT,
+    INPUT,
+    Quantized,
+    flat_shape,
+    gathered,
+    saved_tensors,
+)
 from tuner.memory.te.state import use_workspace, weight_gradient
 
 
@@ -47,37 +56,43 @@ class _LinearFunction(torch.autograd.Function):
         gathers = layer.parallel_mode == "column" and layer.sequence_parallel and layer.tp_size > 1
         stats: list[torch.Tensor] = []
         operand: Any = inputs
+        if low:
+            layer.prepare_low_precision(1)
         if norm_weight is not None:
             stats = statistics(inputs, with_mean=norm_bias is not None)
             operand = None if low else allocate(inputs.shape, inputs.dtype)
             issue.touched(inputs, inputs)
-        kept = _kept_input(layer, inputs, operand, gathers, low, grad_enabled)
-        weight_copy = (
-            layer.quantized_weight("weight", weight, cache_weight, columns=grad_enabled)
-            if low
-            else []
-        )
+        if low:
+            normalizes = norm_weight is not None
+            operand = _low_operand(layer, inputs, gathers, normalizes, grad_enabled)
+        whole = _gathered(inputs, operand, layer) if gathers else None
+        weight_copy = None
+        if low:
+            columns = grad_enabled
+            if norm_weight is None:
+                columns = weight_columns_needed(inputs, grad_enabled)
+            weight_copy = layer.quantized_weight("weight", weight, cache_weight, columns=columns)
         rows = rows_of(inputs) * (layer.tp_size if gathers else 1)
-        gathered = _gathered(inputs, layer, low) if gathers else None
         use_workspace()
         output = allocate((rows, weight.shape[0]), inputs.dtype)
         recipe = quantize.state.recipe if low else None
         issue.gemm(rows, weight.shape[0], weight.shape[1], inputs.dtype, recipe=recipe)
-        del gathered, operand
+        del whole
         if layer.parallel_mode == "row" and layer.tp_size > 1:
             output = _reduced(layer, output, rows)
         if grad_enabled:
-            saved = [weight, norm_weight, *kept, *stats, *weight_copy]
+            kept = _kept_operand(layer, inputs, operand, gathers)
+            saved = saved_tensors([weight, norm_weight, kept, *stats, weight_copy])
             if norm_weight is not None:
                 saved.append(inputs)
-            mark_activation_offload(inputs, *kept, *stats)
+            mark_activation_offload(inputs, *saved_tensors([kept]), *stats)
             ctx.save_for_backward(*saved)
+            ctx.kept_low = isinstance(kept, Quantized)
             ctx.layer, ctx.gathers, ctx.low = layer, gathers, low
             ctx.input_shape, ctx.dtype = inputs.shape, inputs.dtype
             ctx.has_bias, ctx.has_norm_bias = bias is not None, norm_bias is not None
             ctx.normalizes = norm_weight is not None
             ctx.recipe = quantize.state.recipe
-            ctx.kept = len(kept)
         return output.view(-1, *inputs.shape[1:-1], weight.shape[0])
 
     @staticmethod
@@ -86,9 +101,7 @@ class _LinearFunction(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: offload brings tensors back at each reading
         weight, norm_weight, *_ = saved
         gradient = _output_gradient(ctx, gradients[0])
-        gathered = None
-        if ctx.gathers:
-            gathered = _full_rows(ctx.input_shape, ctx.dtype, layer, low=ctx.low, beside=True)
+        operand = _backward_operand(ctx, saved[2])
         width = ctx.input_shape[-1]
         rows = math.prod(ctx.input_shape[:-1])
         all_rows = rows * (layer.tp_size if ctx.gathers else 1)
@@ -100,15 +113,17 @@ class _LinearFunction(torch.autograd.Function):
         if layer.parallel_mode == "column" and layer.tp_size > 1:
             operation = "reduce_scatter" if ctx.gathers else "all_reduce"
             issue.collective(operation, issue.size_of([whole]), layer.tp_group, asynchronous=True)
+        if isinstance(operand, Quantized):
+            operand.add_columns()
         product = partial(_weight_product, weight, all_rows, ctx.dtype, recipe, layer)
         if layer.delay_wgrad_compute:
-            layer.keep_for_later(product, gathered, gradient, saved)
+            layer.keep_for_later(product, operand, gradient, saved)
             weight_grad = None
         else:
             product()
             weight_grad = weight_gradient(weight, layer.fuse_wgrad_accumulation)
         bias_grad = allocate((weight.shape[0],), weight.dtype) if ctx.has_bias else None
-        del gathered, gradient
+        del operand, gradient
         norm_grads: tuple[Any, Any] = (None, None)
         if ctx.normalizes:
             inputs = saved[-1]
@@ -144,50 +159,102 @@ def _reduced(layer: Any, output: torch.Tensor, rows: int) -> torch.Tensor:
     return allocate((rows // layer.tp_size, output.shape[1]), output.dtype)
 
 
-def _kept_input(
-    layer: Any, inputs: torch.Tensor, operand: Any, gathers: bool, low: bool, grad_enabled: bool
-) -> list[torch.Tensor]:
-    """What is kept of the GEMM's input; in low precision also what the forward GEMM reads."""
-    if not low:
-        return [operand]
+def _low_operand(
+    layer: Any, inputs: torch.Tensor, gathers: bool, normalizes: bool, grad_enabled: bool
+) -> Quantized:
+    """The low-precision input of the forward product, as this rank holds it.
+
+    Only delayed scaling quantises in the kernel of the norm; others norm to a tensor first
+    (`apply_normalization`).
+    """
+    recipe = quantize.current_recipe()
+    columns = grad_enabled and not layer.save_original_input
+    if gathers and recipe.per_tensor:
+        columns = False  # gathered by rows again in backward
+    normed = None
+    if normalizes and recipe.kind != "delayed":
+        normed = allocate(inputs.shape, inputs.dtype)
+    operand = quantize.quantized(inputs, INPUT, rows=True, columns=columns)
+    del normed
+    return operand
+
+
+def _kept_operand(layer: Any, inputs: torch.Tensor, operand: Any, gathers: bool) -> Any:
+    """What is kept of the product's input: of a low-precision one, what backward reads."""
+    if not isinstance(operand, Quantized):
+        return operand
     if layer.save_original_input:
-        quantize.quantized(inputs, rows=True, columns=False)
-        return [inputs]
-    per_tensor = quantize.state.recipe.float8_per_tensor_scaling()
-    by_rows = gathers and per_tensor  # gathered by rows again in backward
-    copies = quantize.quantized(inputs, rows=True, columns=grad_enabled and not by_rows)
-    # The forward GEMM has read the rows; the weight gradient will read the columns.
-    return copies[:1] if by_rows else copies[-1:]
+        return inputs
+    if gathers and operand.recipe.per_tensor:
+        operand.only_rows()
+    else:
+        operand.only_columns()
+    return operand
 
 
-def _gathered(inputs: torch.Tensor, layer: Any, low: bool) -> torch.Tensor:
-    return _full_rows(inputs.shape, inputs.dtype, layer, low=low)
+def _gathered(inputs: torch.Tensor, operand: Any, layer: Any) -> Any:
+    """The input of all ranks for the forward product."""
+    if isinstance(operand, Quantized):
+        return _gathered_copies(operand, layer, columns=False)
+    return _full_rows(inputs.shape, inputs.dtype, layer)
+
+
+def _gathered_copies(
+    source: Quantized, layer: Any, *, columns: bool, beside: bool = False
+) -> Quantized:
+    whole = gathered(source, layer.tp_size, columns=columns)
+    size = issue.size_of(whole.columns or whole.rows)
+    issue.collective("all_gather", size, layer.tp_group, asynchronous=beside)
+    return whole
 
 
 def _full_rows(
-    shape: torch.Size, dtype: torch.dtype, layer: Any, *, low: bool, beside: bool = False
+    shape: torch.Size, dtype: torch.dtype, layer: Any, *, beside: bool = False
 ) -> torch.Tensor:
     """The buffer an all-gather along the first dimension fills; `beside` other work or not."""
-    size = (shape[0] * layer.tp_size, *shape[1:])
-    whole = allocate(size, torch.uint8 if low else dtype)
+    whole = allocate((shape[0] * layer.tp_size, *shape[1:]), dtype)
     issue.collective("all_gather", issue.size_of([whole]), layer.tp_group, asynchronous=beside)
     return whole
 
 
+def _backward_operand(ctx: Any, kept: torch.Tensor) -> Any:
+    """The input for the weight gradient where it is not the kept one: quantised, gathered."""
+    layer = ctx.layer
+    if not ctx.low:
+        return _full_rows(ctx.input_shape, ctx.dtype, layer, beside=True) if ctx.gathers else None
+    by_rows = ctx.recipe.per_tensor
+    if ctx.kept_low:
+        if not ctx.gathers:
+            return None
+        source = Quantized(ctx.recipe, INPUT, flat_shape(ctx.input_shape))
+    else:
+        columns = not (by_rows and ctx.gathers)
+        with quantize.using(ctx.recipe):
+            source = quantize.quantized(kept, INPUT, rows=by_rows, columns=columns)
+    if not ctx.gathers:
+        return source
+    return _gathered_copies(source, layer, columns=not by_rows, beside=True)
+
+
 def _output_gradient(ctx: Any, gradient: torch.Tensor) -> Any:
-    """The gradient as the GEMMs read it: gathered over ranks, in low precision twice."""
+    """The gradient as the products read it: gathered over ranks, in low precision by rows and
+    by columns (`grad_output_preprocess`)."""
     layer = ctx.layer
     gradient = gradient.contiguous()
-    if layer.parallel_mode == "row" and layer.sequence_parallel and layer.tp_size > 1:
-        gradient = _full_rows(gradient.shape, gradient.dtype, layer, low=False)
+    gathers = layer.parallel_mode == "row" and layer.sequence_parallel and layer.tp_size > 1
     if not ctx.low:
-        return gradient
-    saved = quantize.state.recipe
-    quantize.state.recipe = ctx.recipe
-    try:
-        return quantize.quantized(gradient, rows=True, columns=True)
-    finally:
-        quantize.state.recipe = saved
+        return _full_rows(gradient.shape, gradient.dtype, layer) if gathers else gradient
+    with quantize.using(ctx.recipe):
+        columns = not (gathers and ctx.recipe.per_tensor)
+        copy = quantize.quantized(gradient, GRADIENT, rows=True, columns=columns)
+    if not gathers:
+        return copy
+    whole = _gathered_copies(copy, layer, columns=False)
+    if ctx.recipe.per_tensor:
+        whole.add_columns()
+    else:
+        whole.columns = _gathered_copies(copy, layer, columns=True).columns
+    return whole
 
 
 class Linear(TransformerEngineBaseModule):

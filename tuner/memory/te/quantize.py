@@ -1,9 +1,4 @@
-"""Low-precision copies: which bytes each recipe makes of a tensor.
-
-Follows pytorch/tensor/*.py and common/recipe/__init__.py. A quantised tensor has data for use by
-rows and, separately, data for use by columns (a transpose, or blocks along the other dimension),
-each with its scales. GEMMs of the forward pass read rows, weight gradients read columns.
-"""
+"""Whether layers compute in low precision and by which recipe (pytorch/quantization.py)."""
 
 from __future__ import annotations
 
@@ -16,85 +11,8 @@ import torch
 
 from tuner.memory import issue
 from tuner.memory.recorder import allocate
-from tuner.memory.te.state import process
-
-
-@dataclass
-class _Recipe:
-    """Common part of the recipes; unknown settings of the real ones are kept and unused."""
-
-    margin: int = 0
-    fp8_format: Any = None
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-
-    element_bytes = 1.0
-    scale_block = 0
-    scale_bytes = 0
-    kind = ""
-
-    def delayed(self) -> bool:
-        return self.kind == "delayed"
-
-    def float8_current_scaling(self) -> bool:
-        return self.kind == "current"
-
-    def float8_per_tensor_scaling(self) -> bool:
-        return self.kind in ("delayed", "current")
-
-    def mxfp8(self) -> bool:
-        return self.kind == "mxfp8"
-
-    def float8_block_scaling(self) -> bool:
-        return self.kind == "block"
-
-    def nvfp4(self) -> bool:
-        return self.kind == "nvfp4"
-
-    def custom(self) -> bool:
-        return False
-
-
-class DelayedScaling(_Recipe):
-    """One scale per tensor from a history of maxima."""
-
-    kind = "delayed"
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(
-            fp8_format=settings.get("fp8_format"),
-            fp8_dpa=bool(settings.get("fp8_dpa")),
-            fp8_mha=bool(settings.get("fp8_mha")),
-        )
-        self.amax_history_len = settings.get("amax_history_len", 1024)
-        self.reduce_amax = settings.get("reduce_amax", True)
-
-
-class Float8CurrentScaling(_Recipe):
-    """One scale per tensor from its own maximum."""
-
-    kind = "current"
-
-
-class MXFP8BlockScaling(_Recipe):
-    """One byte of scale for each 32 elements."""
-
-    kind = "mxfp8"
-    scale_block, scale_bytes = 32, 1
-
-
-class Float8BlockScaling(_Recipe):
-    """One float32 scale for each 128 elements (tiles of 128 x 128 for weights)."""
-
-    kind = "block"
-    scale_block, scale_bytes = 128, 4
-
-
-class NVFP4BlockScaling(_Recipe):
-    """Half a byte an element, one byte of scale for each 16."""
-
-    kind = "nvfp4"
-    element_bytes, scale_block, scale_bytes = 0.5, 16, 1
+from tuner.memory.te.quantized import Quantized, quantize
+from tuner.memory.te.recipes import DelayedScaling, Recipe
 
 
 @dataclass
@@ -102,10 +20,22 @@ class _GlobalState:
     enabled: bool = False
     recipe: Any = None
     parameters: bool = False
+    keeps_initial: bool = False
     stack: list[tuple[bool, Any]] = field(default_factory=list)
 
 
 state = _GlobalState()
+
+
+@dataclass
+class _Recompute:
+    """Whether a pass in low precision will be replayed for its gradients, or is the replay."""
+
+    enabled: bool = False
+    replaying: bool = False
+
+
+recompute = _Recompute()
 
 
 class FP8GlobalStateManager:
@@ -176,29 +106,55 @@ def fp8_model_init(
     enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
     """Layers made inside hold their weights in low precision."""
-    from tuner.memory.errors import UnsupportedError
-
+    saved = (state.parameters, state.recipe, state.keeps_initial)
+    state.parameters = enabled
+    state.keeps_initial = preserve_high_precision_init_val
     if enabled:
-        raise UnsupportedError(
-            "weights held in low precision are not modelled", field="fp8_param", fix="unset it"
-        )
-    yield
+        state.recipe = recipe or state.recipe or DelayedScaling()
+    try:
+        yield
+    finally:
+        state.parameters, state.recipe, state.keeps_initial = saved
 
 
-def quantized(tensor: torch.Tensor, *, rows: bool, columns: bool) -> list[torch.Tensor]:
-    """The storage of a low-precision copy of `tensor` in the current recipe."""
-    recipe = state.recipe
-    if recipe.float8_per_tensor_scaling() and process.architecture == "blackwell":
-        # One copy serves rows and columns: such GPUs multiply FP8 in any layout.
-        rows, columns = True, False
-    copies = [_copy(tensor, recipe) for wanted in (rows, columns) if wanted]
-    issue.touched(tensor, *copies, kind="quantize")
-    return copies
+@contextmanager
+def using(recipe: Recipe) -> Iterator[None]:
+    """Quantise by `recipe` inside, as backward passes do outside of their autocast."""
+    saved, state.recipe = state.recipe, recipe
+    try:
+        yield
+    finally:
+        state.recipe = saved
 
 
-def _copy(tensor: torch.Tensor, recipe: Any) -> torch.Tensor:
-    elements = tensor.numel()
-    size = int(elements * recipe.element_bytes)
-    if recipe.scale_block:
-        size += -(-elements // recipe.scale_block) * recipe.scale_bytes
-    return allocate((size,), torch.uint8)
+def current_recipe() -> Recipe:
+    """The recipe of the layer that runs now."""
+    recipe: Recipe = state.recipe
+    return recipe
+
+
+def quantized(tensor: torch.Tensor, role: str, *, rows: bool, columns: bool) -> Quantized:
+    """A low-precision copy of `tensor` in the current recipe."""
+    copy = quantize(current_recipe(), role, tensor.shape, rows=rows, columns=columns)
+    issue.touched(tensor, *copy.tensors, kind="quantize")
+    return copy
+
+
+def quantizer_state(products: int) -> list[torch.Tensor]:
+    """What a layer with so many matrix products keeps for its quantisers.
+
+    Three tensors of each product are quantised forward, two backward. Delayed scaling keeps scales
+    and maxima of the last steps for all of them (`DelayedScalingRecipeState`), current scaling a
+    scale and a maximum for each (`Float8CurrentScalingQuantizer`).
+    """
+    recipe = current_recipe()
+    counts = (3 * products, 2 * products)
+    if recipe.kind == "delayed":
+        return [
+            allocate(shape, torch.float32)
+            for count in counts
+            for shape in ((count,), (recipe.amax_history_len, count))
+        ]
+    if recipe.kind == "current":
+        return [allocate((1,), torch.float32) for _ in range(2 * sum(counts))]
+    return []

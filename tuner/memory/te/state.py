@@ -7,6 +7,8 @@ a tensor, and the dummies are what it gets.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -63,11 +65,19 @@ def use_stream_workspaces() -> list[torch.Tensor]:
 
 def _workspace() -> torch.Tensor:
     size = 32 * 1024 * 1024 + 1024 if process.architecture != "ampere" else 4_194_304
+    with filed_under(TRANSFORMER_ENGINE_WORKSPACE):
+        return allocate((size,), torch.uint8)
+
+
+@contextmanager
+def filed_under(name: str) -> Iterator[None]:
+    """File allocations inside under the module `name`, where a recorder is active."""
     recorder = active_recorder()
     if recorder is None:
-        return allocate((size,), torch.uint8)
-    with recorder.in_module(TRANSFORMER_ENGINE_WORKSPACE):
-        return allocate((size,), torch.uint8)
+        yield
+        return
+    with recorder.in_module(name):
+        yield
 
 
 def weight_gradient(

@@ -21,29 +21,32 @@ from tuner.memory.te import (
     attention,
     base,
     checkpoint,
+    delta_net,
     graph,
     grouped,
     linear,
     loss,
+    mamba,
     moe,
     norm,
     offload,
     optimizers,
+    primary,
     quantize,
+    recipes,
     rope,
     state,
 )
 from tuner.memory.te.base import rows_of
+
+_PROCESSES_AFTER_GATHER = (2, 10)
+"""Megatron-Core renews weights in low precision after their all-gather from here on."""
 
 
 class _Format(Enum):
     E4M3 = "e4m3"
     HYBRID = "hybrid"
     E5M2 = "e5m2"
-
-
-class QuantizedTensor(torch.Tensor):
-    """Type of weights held in low precision; the stand-in makes none."""
 
 
 class _RandomStates:
@@ -96,8 +99,8 @@ def _weight_product(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: tor
 
 def _modules() -> dict[str, dict[str, Any]]:
     """Names of every module of the stand-in, by module."""
-    recipes = {
-        name: getattr(quantize, name)
+    recipe_names = {
+        name: getattr(recipes, name)
         for name in (
             "DelayedScaling",
             "Float8CurrentScaling",
@@ -105,7 +108,7 @@ def _modules() -> dict[str, dict[str, Any]]:
             "Float8BlockScaling",
             "NVFP4BlockScaling",
         )
-    } | {"Format": _Format, "Recipe": quantize._Recipe}
+    } | {"Format": _Format, "Recipe": recipes.Recipe}
     precision = {
         name: getattr(quantize, name)
         for name in ("FP8GlobalStateManager", "fp8_autocast", "fp8_model_init")
@@ -125,7 +128,7 @@ def _modules() -> dict[str, dict[str, Any]]:
     return {
         "transformer_engine": {},
         "transformer_engine.common": {},
-        "transformer_engine.common.recipe": recipes,
+        "transformer_engine.common.recipe": recipe_names,
         top: layers | precision | {"checkpoint": checkpoint.checkpoint},
         f"{top}.fp8": precision,
         f"{top}.constants": {"TE_DType": {}},
@@ -193,8 +196,15 @@ def _modules() -> dict[str, dict[str, Any]]:
                 "multi_tensor_unscale_l2norm",
             )
         },
-        f"{top}.tensor": {"QuantizedTensor": QuantizedTensor},
-        f"{top}.float8_tensor": {"Float8Tensor": QuantizedTensor},
+        f"{top}.tensor": {"QuantizedTensor": primary.QuantizedTensor},
+        f"{top}.tensor.float8_tensor": {"Float8Tensor": primary.Float8Tensor},
+        f"{top}.tensor.mxfp8_tensor": {"MXFP8Tensor": primary.MXFP8Tensor},
+        f"{top}.tensor.nvfp4_tensor": {"NVFP4Tensor": primary.NVFP4Tensor},
+        f"{top}.tensor.utils": {
+            "replace_raw_data": primary.replace_raw_data,
+            "cast_master_weights_to_fp8": primary.cast_master_weights_to_fp8,
+        },
+        f"{top}.float8_tensor": {"Float8Tensor": primary.Float8Tensor},
         # Not part of Transformer Engine: the extension of Apex that adds weight gradients to
         # `main_grad` in Megatron-Core's own linear layers.
         "fused_weight_gradient_mlp_cuda": {
@@ -218,7 +228,12 @@ def installed(version: str, architecture: str) -> Iterator[None]:
 
 def _made_modules(version: str) -> dict[str, ModuleType]:
     made: dict[str, ModuleType] = {}
-    for name, contents in _modules().items():
+    contents_of = _modules() | mamba.modules() | delta_net.modules()
+    if state.process.version >= _PROCESSES_AFTER_GATHER:
+        contents_of["transformer_engine.pytorch.tensor.utils"]["post_all_gather_processing"] = (
+            primary.post_all_gather_processing
+        )
+    for name, contents in contents_of.items():
         module = ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         module.__path__ = []
