@@ -30,8 +30,6 @@ _UNMODELLED = {
     "use_megatron_fsdp": "Megatron-FSDP is not modelled",
     "use_torch_fsdp2": "PyTorch's FSDP2 is not modelled",
     "tp_comm_overlap": "userbuffers of overlapped tensor-parallel communication are not modelled",
-    "fp8_dot_product_attention": "attention in FP8 is not modelled",
-    "fp8_multi_head_attention": "attention in FP8 is not modelled",
 }
 
 

@@ -201,3 +201,14 @@ def test_first_and_last_layers_may_stay_in_bf16() -> None:
 def test_mxfp8_weights_need_the_gradient_buffer() -> None:
     with pytest.raises(InputError, match="reuse_grad_buf_for_mxfp8_param_ag"):
         _run("blackwell", fp8="e4m3", fp8_recipe="mxfp8", fp8_param_gather=True)
+
+
+@pytest.mark.parametrize(("recipe", "output_bytes"), [("delayed", 1), ("tensorwise", 2)])
+def test_attention_in_fp8_keeps_one_byte_of_query_key_and_value(
+    recipe: str, output_bytes: int
+) -> None:
+    low = _run("hopper", fp8="hybrid", fp8_recipe=recipe, fp8_dot_product_attention=True)
+    heads, query, keys_and_values = 4, _WIDTH, _WIDTH
+    statistics = 2 * 4 * heads
+    expected = _TOKENS * (query + keys_and_values + query * output_bytes + statistics)
+    assert _kept(low, "core_attention") == pytest.approx(expected, abs=64)

@@ -17,6 +17,8 @@ from tuner.memory import issue
 from tuner.memory.errors import UnsupportedError
 from tuner.memory.recorder import allocate
 from tuner.memory.te import attention_kernels as kernels
+from tuner.memory.te import quantize
+from tuner.memory.te.attention_fp8 import fp8_attention
 from tuner.memory.te.base import group_size, new_parameter
 from tuner.memory.te.state import process
 
@@ -78,6 +80,8 @@ class DotProductAttention(torch.nn.Module):
             query, key, value = (part.contiguous() for part in (query, key, value))
         if self.cp_size > 1:
             return self._context_parallel(query, key, value, mask)
+        if quantize.state.enabled and quantize.current_recipe().fp8_dpa:
+            return fp8_attention(query, key, value, interleaved, mask)
         backend = self._backend(query, value)
         if backend == "unfused":
             return kernels.unfused_attention(query, key, value, self.attention_dropout)
@@ -104,6 +108,12 @@ class DotProductAttention(torch.nn.Module):
     def _context_parallel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: kernels.Mask
     ) -> torch.Tensor:
+        if quantize.state.enabled and quantize.current_recipe().fp8_dpa:
+            raise UnsupportedError(
+                "attention in FP8 under context parallelism is not modelled",
+                field="fp8_dot_product_attention",
+                fix="unset it, or set context_parallel_size to 1",
+            )
         if self.cp_comm_type == "p2p":
             return kernels.ring_attention(query, key, value, self.cp_group, mask)
         if self.cp_comm_type == "a2a":

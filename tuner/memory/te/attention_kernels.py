@@ -37,7 +37,15 @@ class Mask:
 
 
 def record(
-    forward: bool, query: Any, key: Any, value: Any, mask: Mask, *, rows: int = 0, pairs: float = 0
+    forward: bool,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Mask,
+    *,
+    rows: int = 0,
+    pairs: float = 0,
+    recipe: Any = None,
 ) -> None:
     """Record the kernel on tensors of `[.., heads, d]` whose dimension `rows` is the sequence.
 
@@ -55,6 +63,7 @@ def record(
         query_width=query.shape[-1],
         value_width=value.shape[-1],
         dtype=query.dtype,
+        recipe=recipe,
         moved_bytes=passes * (issue.size_of([query, key, value]) + _output_bytes(query, value)),
     )
 
