@@ -51,6 +51,8 @@ class KnownValues:
             return
         if not self._values or result.numel() > _MAX_KNOWN:
             return
+        if func.overloadpacket is torch.ops.aten.set_:  # takes a storage, which has no values
+            return
         known = True
 
         def value(tensor: torch.Tensor) -> torch.Tensor:
