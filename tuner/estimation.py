@@ -17,13 +17,13 @@ from tuner.memory.allocator_replay import AllocatorReplay, Fit, explain_fit
 from tuner.memory.allocator_settings import AllocatorSettings
 from tuner.memory.categories import activations_at, breakdown_at
 from tuner.memory.fixed_costs import FixedCosts, fixed_costs
-from tuner.models import MODEL_FIELDS, ModelSpec, ModelSpecError, get_model
+from tuner.models import MODEL_INPUTS, ModelSpec, ModelSpecError, get_model
+from tuner.precision import expand_precision
 
 if TYPE_CHECKING:
     from tuner.memory.trace import Trace
 
 _RUN_FIELDS = ("world_size", "seq_length", "global_batch_size", "gpu", "gpus_per_node", "precision")
-_PRECISIONS = ("bf16", "fp16", "fp32")
 _TIMELINE_POINTS = 400
 
 TraceOf = Callable[["EstimateRequest", int], "Trace"]
@@ -56,8 +56,9 @@ class EstimateRequest:
         config = dict(config)
         run = {name: document[name] for name in _RUN_FIELDS if document.get(name) is not None}
         run |= {name: config.pop(name) for name in _RUN_FIELDS if config.get(name) is not None}
-        architecture = {name: config.pop(name) for name in MODEL_FIELDS if name in config}
+        architecture = {name: config.pop(name) for name in MODEL_INPUTS if name in config}
         gpu = get_gpu(_required(run, "gpu", "name one, e.g. h100"))
+        precision, config = expand_precision(run.get("precision", "bf16"), config)
         candidate = Candidate.from_flat(config)
         return cls(
             model=_model(document.get("model"), architecture),
@@ -67,7 +68,7 @@ class EstimateRequest:
             global_batch_size=_size(run, "global_batch_size"),
             gpu=gpu,
             gpus_per_node=int(run.get("gpus_per_node") or gpu.gpus_per_node),
-            precision=_precision(run.get("precision", "bf16")),
+            precision=precision,
             te_version=document.get("te_version"),
         )
 
@@ -283,9 +284,3 @@ def _size(run: Mapping[str, Any], name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f"{value!r} must be a positive integer", field=name)
     return value
-
-
-def _precision(value: object) -> str:
-    if value not in _PRECISIONS:
-        raise InputError(f"{value!r} must be one of {', '.join(_PRECISIONS)}", field="precision")
-    return str(value)

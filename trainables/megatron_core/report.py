@@ -128,10 +128,10 @@ def global_losses(spec: TrialSpec, plan: BuildPlan, shares: Sequence[torch.Tenso
 
 def _model_flops(spec: TrialSpec, plan: BuildPlan) -> int:
     from tuner.models.flops import model_flops_per_step
-    from tuner.models.spec import MODEL_FIELDS, ModelSpec
+    from tuner.models.spec import MODEL_INPUTS, ModelSpec
 
     fields = {**spec.model, **spec.config}
-    model = ModelSpec.from_flat({k: v for k, v in fields.items() if k in MODEL_FIELDS})
+    model = ModelSpec.from_flat({k: v for k, v in fields.items() if k in MODEL_INPUTS})
     return model_flops_per_step(
         model,
         spec.seq_length,

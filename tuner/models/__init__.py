@@ -26,10 +26,11 @@ from tuner.models.errors import ModelSpecError
 from tuner.models.flops import model_flops_per_step
 from tuner.models.huggingface import from_hf_config
 from tuner.models.parameters import ParameterCounts, count_parameters
-from tuner.models.spec import MODEL_FIELDS, ModelSpec
+from tuner.models.spec import MODEL_FIELDS, MODEL_INPUTS, ModelSpec
 
 __all__ = [
     "MODEL_FIELDS",
+    "MODEL_INPUTS",
     "ModelSpec",
     "ModelSpecError",
     "ParameterCounts",

@@ -47,7 +47,8 @@ def _is_frequency(value: object) -> bool:
     return _is_int(value, 1)
 
 
-def _optional(check: Check) -> Check:
+def optional(check: Check) -> Check:
+    """A check that also accepts null."""
     return Check(f"{check.expected} or null", lambda value: value is None or check.accepts(value))
 
 
@@ -68,17 +69,20 @@ _FREQUENCY = Check("a positive integer or a list of 0 and 1, one for each layer"
 
 Size = Annotated[int, _SIZE]
 LayerCount = Annotated[int, _LAYERS]
-OptionalLayerCount = Annotated[int | None, _optional(_LAYERS)]
-OptionalSize = Annotated[int | None, _optional(_SIZE)]
+OptionalLayerCount = Annotated[int | None, optional(_LAYERS)]
+OptionalText = Annotated[
+    str | None, Check("text or null", lambda value: value is None or isinstance(value, str))
+]
+OptionalSize = Annotated[int | None, optional(_SIZE)]
 Flag = Annotated[bool, _FLAG]
-OptionalFlag = Annotated[bool | None, _optional(_FLAG)]
+OptionalFlag = Annotated[bool | None, optional(_FLAG)]
 Number = Annotated[float, _NUMBER]
-OptionalNumber = Annotated[float | None, _optional(_NUMBER)]
+OptionalNumber = Annotated[float | None, optional(_NUMBER)]
 Positive = Annotated[float, _POSITIVE]
-OptionalPositive = Annotated[float | None, _optional(_POSITIVE)]
+OptionalPositive = Annotated[float | None, optional(_POSITIVE)]
 Probability = Annotated[
     float, Check("a number from 0 to 1", lambda value: _is_number(value, 0.0, 1.0))
 ]
-Window = Annotated[tuple[int, int] | None, _optional(_WINDOW)]
+Window = Annotated[tuple[int, int] | None, optional(_WINDOW)]
 Frequency = Annotated[int | tuple[int, ...], _FREQUENCY]
-OptionalFrequency = Annotated[int | tuple[int, ...] | None, _optional(_FREQUENCY)]
+OptionalFrequency = Annotated[int | tuple[int, ...] | None, optional(_FREQUENCY)]

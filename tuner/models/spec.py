@@ -21,12 +21,15 @@ from tuner.models.fields import (
     OptionalNumber,
     OptionalPositive,
     OptionalSize,
+    OptionalText,
     Positive,
     Probability,
     Size,
     Window,
     one_of,
+    optional,
 )
+from tuner.models.hybrid import EXPERTS, HybridPattern, parse_pattern
 
 ACTIVATIONS = ("gelu", "silu", "relu", "squared_relu", "quick_gelu")
 
@@ -77,6 +80,7 @@ class ModelSpec:
     moe_router_topk: Size = 2
     moe_shared_expert_intermediate_size: OptionalSize = None
     moe_shared_expert_gate: Flag = False
+    moe_latent_size: OptionalSize = None
     moe_router_score_function: Annotated[str, one_of("softmax", "sigmoid")] = "softmax"
     moe_router_pre_softmax: Flag = False
     moe_router_num_groups: OptionalSize = None
@@ -101,6 +105,26 @@ class ModelSpec:
 
     # Multi-token prediction
     mtp_num_layers: OptionalLayerCount = None
+    mtp_use_repeated_layer: Flag = False
+
+    # Hybrid models: a letter for each layer, and the sizes of Mamba layers
+    is_hybrid_model: Flag = False
+    hybrid_layer_pattern: OptionalText = None
+    mamba_state_dim: Size = 128
+    mamba_head_dim: Size = 64
+    mamba_num_groups: Size = 8
+    mamba_num_heads: OptionalSize = None
+
+    # Linear attention in place of most attention layers
+    experimental_attention_variant: Annotated[str | None, optional(one_of("gated_delta_net"))] = (
+        None
+    )
+    linear_attention_freq: OptionalFrequency = None
+    linear_conv_kernel_dim: Size = 4
+    linear_key_head_dim: Size = 128
+    linear_value_head_dim: Size = 128
+    linear_num_key_heads: Size = 16
+    linear_num_value_heads: Size = 32
 
     # Vocabulary and positions
     vocab_size: Size
@@ -136,10 +160,12 @@ class ModelSpec:
 
         Sizes that Megatron-Core derives may be left out: `num_query_groups`, `kv_channels`,
         `ffn_hidden_size`, `moe_ffn_hidden_size`, and `normalization` of a model with multi-latent
-        attention. Raises `ModelSpecError` for an unknown field (naming the nearest one), a
-        missing field, and a wrong or contradictory value.
+        attention, and `num_layers` of a hybrid model. Its pattern may also bear the name
+        `hybrid_override_pattern`, as before Megatron-Core 0.17. Raises `ModelSpecError` for an
+        unknown field (naming the nearest one), a missing field, and a wrong or contradictory
+        value.
         """
-        values = dict(flat)
+        values = _with_one_pattern(dict(flat), name)
         for key in values:
             if key not in MODEL_FIELDS:
                 fix = did_you_mean(str(key), MODEL_FIELDS)
@@ -176,11 +202,38 @@ class ModelSpec:
     @property
     def moe_layer_pattern(self) -> tuple[bool, ...]:
         """For each decoder layer, whether it is a mixture of experts."""
+        if self.hybrid_pattern is not None:
+            return tuple(letter == EXPERTS for letter in self.hybrid_pattern.decoder)
         if self.num_moe_experts is None:
             return (False,) * self.num_layers
         if isinstance(self.moe_layer_freq, int):
             return tuple(index % self.moe_layer_freq == 0 for index in range(self.num_layers))
         return tuple(flag == 1 for flag in self.moe_layer_freq)
+
+    @property
+    def hybrid_pattern(self) -> HybridPattern | None:
+        """The letters of a hybrid model's layers; None for a transformer."""
+        if self.hybrid_layer_pattern is None:
+            return None
+        return parse_pattern(self.hybrid_layer_pattern)
+
+    @property
+    def linear_attention_pattern(self) -> tuple[bool, ...]:
+        """For each decoder layer, whether it has linear attention (`get_linear_attention_pattern`).
+
+        Layers of multi-token prediction have standard attention.
+        """
+        frequency = self.linear_attention_freq
+        if self.experimental_attention_variant is None or frequency is None:
+            return (False,) * self.num_layers
+        if isinstance(frequency, int):
+            return tuple((index + 1) % frequency != 0 for index in range(self.num_layers))
+        return tuple(flag == 1 for flag in frequency)
+
+    @property
+    def mamba_heads(self) -> int:
+        """Heads of a Mamba layer: given, or as many as twice the hidden size holds."""
+        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
 
     @property
     def window_layer_pattern(self) -> tuple[bool, ...]:
@@ -208,7 +261,10 @@ class ModelSpec:
 MODEL_FIELDS: tuple[str, ...] = tuple(
     field.name for field in dataclasses.fields(ModelSpec) if field.name != "name"
 )
-"""Every architecture field a flat mapping may hold."""
+"""Every architecture field of a spec."""
+
+MODEL_INPUTS = (*MODEL_FIELDS, "hybrid_override_pattern")
+"""Every architecture field a flat mapping may hold, older spellings included."""
 
 _LATENT_FIELDS = (
     "q_lora_rank",
@@ -225,6 +281,15 @@ _LATENT_FIELDS = (
     "mscale_all_dim",
 )
 _ALWAYS_EXPLICIT = ("normalization",)
+_MAMBA_FIELDS = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
+_LINEAR_ATTENTION_FIELDS = (
+    "linear_attention_freq",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
 
 
 @cache
@@ -235,6 +300,31 @@ def _checks() -> dict[str, Check]:
         field: next(item for item in hints[field].__metadata__ if isinstance(item, Check))
         for field in MODEL_FIELDS
     }
+
+
+def _with_one_pattern(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """`values` of a hybrid model with the pattern under one name, and what follows from it."""
+    older = values.pop("hybrid_override_pattern", None)
+    if older is not None:
+        if values.get("hybrid_layer_pattern") not in (None, older):
+            _refuse(name, "hybrid_override_pattern", older, "contradicts hybrid_layer_pattern")
+        values["hybrid_layer_pattern"] = older
+    text = values.get("hybrid_layer_pattern")
+    if not isinstance(text, str):
+        return values
+    try:
+        pattern = parse_pattern(text)
+    except ValueError as error:
+        raise ModelSpecError(
+            f"model {name!r}: hybrid_layer_pattern={_shorten(text)} {error}"
+        ) from error
+    derived = {"num_layers": len(pattern.decoder), "is_hybrid_model": True}
+    if pattern.depths:
+        derived["mtp_num_layers"] = pattern.depths
+    for field, value in derived.items():
+        if values.get(field) is None:
+            values[field] = value
+    return values
 
 
 def _refuse(name: str, field: str, value: object, problem: str) -> None:
@@ -293,16 +383,56 @@ def _check_consistency(spec: ModelSpec) -> None:
     else:
         _refuse_unused(spec, _LATENT_FIELDS, "multi_latent_attention: true")
     if spec.num_moe_experts is None:
-        _refuse_unused(spec, ("moe_ffn_hidden_size",), "num_moe_experts")
+        _refuse_unused(spec, ("moe_ffn_hidden_size", "moe_latent_size"), "num_moe_experts")
     else:
         _check_experts(spec, spec.num_moe_experts)
+    _check_hybrid(spec)
     layers = spec.num_layers
+    if isinstance(spec.linear_attention_freq, tuple) and len(spec.linear_attention_freq) != layers:
+        _refuse_length(spec, "linear_attention_freq", len(spec.linear_attention_freq))
     if isinstance(spec.window_attn_skip_freq, tuple):
         lengths = {layers, layers + (spec.mtp_num_layers or 0)}
         if len(spec.window_attn_skip_freq) not in lengths:
             _refuse_length(spec, "window_attn_skip_freq", len(spec.window_attn_skip_freq))
     if isinstance(spec.moe_layer_freq, tuple) and len(spec.moe_layer_freq) != layers:
         _refuse_length(spec, "moe_layer_freq", len(spec.moe_layer_freq))
+
+
+def _check_hybrid(spec: ModelSpec) -> None:
+    """Refuse contradictions between a hybrid pattern, linear attention and the rest."""
+    name, pattern = spec.name, spec.hybrid_pattern
+    if spec.experimental_attention_variant is None:
+        _refuse_unused(spec, _LINEAR_ATTENTION_FIELDS, "experimental_attention_variant")
+    elif spec.linear_attention_freq is None:
+        _refuse(name, "linear_attention_freq", None, "must be set for linear attention")
+    elif spec.linear_num_value_heads % spec.linear_num_key_heads:
+        problem = f"must be a multiple of linear_num_key_heads={spec.linear_num_key_heads}"
+        _refuse(name, "linear_num_value_heads", spec.linear_num_value_heads, problem)
+    if pattern is None:
+        _refuse_unused(spec, _MAMBA_FIELDS, "hybrid_layer_pattern")
+        return
+    if len(pattern.decoder) != spec.num_layers:
+        _refuse_length(spec, "hybrid_layer_pattern", len(pattern.decoder))
+    if pattern.depths != (spec.mtp_num_layers or 0):
+        problem = f"contradicts the {pattern.depths} depths of hybrid_layer_pattern"
+        _refuse(name, "mtp_num_layers", spec.mtp_num_layers, problem)
+    if EXPERTS in pattern.all_layers and spec.num_moe_experts is None:
+        _refuse(name, "num_moe_experts", None, "must be set for a pattern with 'E'")
+    if spec.experimental_attention_variant is not None or spec.multi_latent_attention:
+        field = "experimental_attention_variant"
+        if spec.multi_latent_attention:
+            field = "multi_latent_attention"
+        _refuse(name, field, getattr(spec, field), "does not work with hybrid_layer_pattern")
+    inner = spec.mamba_heads * spec.mamba_head_dim
+    if spec.mamba_heads % spec.mamba_num_groups or (
+        spec.mamba_num_heads is None and inner != 2 * spec.hidden_size
+    ):
+        _refuse(
+            name,
+            "mamba_num_groups",
+            spec.mamba_num_groups,
+            f"must divide the {spec.mamba_heads} heads of {spec.mamba_head_dim} channels",
+        )
 
 
 def _refuse_unused(spec: ModelSpec, fields: tuple[str, ...], needed: str) -> None:
