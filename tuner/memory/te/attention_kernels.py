@@ -15,6 +15,7 @@ import torch
 from tuner.memory import issue
 from tuner.memory.recorder import allocate
 from tuner.memory.te.offload import mark_activation_offload
+from tuner.memory.te.offload_layers import offload_with_base
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class _Fused(torch.autograd.Function):
         output = allocate((*query.shape[:-1], value.shape[-1]), query.dtype)
         statistics = _statistics(query)
         mark_activation_offload(query, key, value, output, *statistics)
+        offload_with_base(query, key, value)
         ctx.save_for_backward(query, key, value, output, *statistics, sink)
         ctx.interleaved, ctx.mask = interleaved, mask
         record(True, query, key, value, mask)
@@ -144,6 +146,7 @@ class _Flash(torch.autograd.Function):
         output = allocate((*query.shape[:-1], value.shape[-1]), query.dtype)
         statistics = _statistics(query)
         mark_activation_offload(query, key, value, output, *statistics)
+        offload_with_base(query, key, value)
         ctx.save_for_backward(query, key, value, output, *statistics)
         ctx.mask = mask
         record(True, query, key, value, mask, rows=1)

@@ -19,6 +19,7 @@ from tuner.memory.te.base import (
     rows_of,
     weight_columns_needed,
 )
+from tuner.memory.te.offload_layers import keep_on_device
 from tuner.memory.te.quantized import GRADIENT, INPUT, quantize_parts, saved_tensors
 from tuner.memory.te.state import use_stream_workspaces, weight_gradient
 
@@ -60,6 +61,7 @@ class _GroupedFunction(torch.autograd.Function):
             if low and kept is not inputs:
                 kept.only_columns()
             ctx.save_for_backward(*saved_tensors([kept, *copies]), *parameters)
+            keep_on_device(*saved_tensors(copies))
             ctx.splits = splits
             ctx.layer, ctx.low, ctx.recipe = layer, low, quantize.state.recipe
             ctx.input_shape, ctx.use_bias = inputs.shape, use_bias
@@ -96,8 +98,10 @@ class _GroupedFunction(torch.autograd.Function):
         else:
             product()
             weight_grads = [
-                weight_gradient(weight, layer.fuse_wgrad_accumulation, grouped=True)
-                for weight in weights
+                weight_gradient(
+                    getattr(layer, f"weight{index}"), layer.fuse_wgrad_accumulation, grouped=True
+                )
+                for index in range(count)
             ]
         del operand, gradient
         biases = parameters[count:]

@@ -26,6 +26,7 @@ from tuner.memory.te.base import (
 )
 from tuner.memory.te.norm import norm_gradients, statistics
 from tuner.memory.te.offload import mark_activation_offload
+from tuner.memory.te.offload_layers import keep_on_device
 from tuner.memory.te.quantized import (
     GRADIENT,
     INPUT,
@@ -86,6 +87,7 @@ class _LinearFunction(torch.autograd.Function):
             if norm_weight is not None:
                 saved.append(inputs)
             mark_activation_offload(inputs, *saved_tensors([kept]), *stats)
+            keep_on_device(*saved_tensors([weight_copy]))
             ctx.save_for_backward(*saved)
             ctx.kept_low = isinstance(kept, Quantized)
             ctx.layer, ctx.gathers, ctx.low = layer, gathers, low
@@ -121,7 +123,8 @@ class _LinearFunction(torch.autograd.Function):
             weight_grad = None
         else:
             product()
-            weight_grad = weight_gradient(weight, layer.fuse_wgrad_accumulation)
+            # Not the saved weight: offload gives it back without its attributes.
+            weight_grad = weight_gradient(layer.weight, layer.fuse_wgrad_accumulation)
         bias_grad = allocate((weight.shape[0],), weight.dtype) if ctx.has_bias else None
         del operand, gradient
         norm_grads: tuple[Any, Any] = (None, None)

@@ -1,4 +1,4 @@
-"""Activation offload by layers (pytorch/cpu_offload.py).
+"""Activation offload by layers until Transformer Engine 2.9 (pytorch/cpu_offload.py).
 
 Tensors saved for backward by the offloaded layers leave the device when the layer after them
 commits, in windows spread over the model, and come back window by window in backward. With double
@@ -7,14 +7,20 @@ buffering they come back into two sets of buffers that stay for good.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tuner.memory import issue
 from tuner.memory.recorder import allocate
+from tuner.memory.te.offload_layers import layer_offload_context
+from tuner.memory.te.state import process
+
+_BY_LAYERS_SINCE = (2, 10)
 
 
 class _Away:
@@ -22,9 +28,15 @@ class _Away:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
+        self._copied()
 
-    def back(self) -> torch.Tensor:
-        return allocate(self.shape, self.dtype)
+    def back(self, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """The tensor again, in `buffer` where there is one."""
+        self._copied()
+        return allocate(self.shape, self.dtype) if buffer is None else buffer
+
+    def _copied(self) -> None:
+        issue.memory(math.prod(self.shape) * self.dtype.itemsize, "host_copy")
 
 
 @dataclass
@@ -79,10 +91,8 @@ class _Handler:
     def commit_forward(self) -> None:
         group = self.group
         if group == 0:
-            if self.double_buffering and not self.buffers[0]:
-                for tensor in self.on_device.values():
-                    for buffers in self.buffers:
-                        buffers.append(allocate(tensor.shape, tensor.dtype))
+            if self.double_buffering and not self.buffers[1]:
+                self.buffers[0][:] = _like(self.on_device.values())
             self._offload(0)
         if self.window.get(self.windows_done) == group:
             for tag in [tag for tag in self.on_device if tag[0] == self.windows_done]:
@@ -90,6 +100,8 @@ class _Handler:
             if self.windows_done < self.groups - 1:
                 self._offload(self.windows_done + 1)
             self.windows_done += 1
+        if group == self.layers - 1 and self.double_buffering and not self.buffers[1]:
+            self.buffers[1][:] = _like(self.buffers[0])
         self.group += 1
         self.count = 0
 
@@ -111,7 +123,11 @@ class _Handler:
         for tag, tensor in self.state.items():
             if tag[0] == group and isinstance(tensor, _Away):
                 buffer = next(buffers, None) if self.double_buffering else None
-                self.state[tag] = tensor.back() if buffer is None else buffer
+                self.state[tag] = tensor.back(buffer)
+
+
+def _like(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [allocate(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 class _Commit(torch.autograd.Function):
@@ -135,7 +151,16 @@ def get_cpu_offload_context(
     offload_weights: bool = False,
     double_buffering: bool = False,
 ) -> tuple[AbstractContextManager[Any], Callable[[torch.Tensor], torch.Tensor]]:
-    """A context in which saved tensors are handled, and the call that ends a layer."""
+    """A context in which saved tensors are handled, and the call that ends a layer.
+
+    Weights stay on the device whatever `offload_weights` says.
+    """
+    if enabled and not offload_activations:
+        if not offload_weights:
+            raise ValueError("cpu_offloading names neither activations nor weights to offload")
+        return nullcontext(), lambda tensor: tensor
+    if enabled and process.version >= _BY_LAYERS_SINCE:
+        return layer_offload_context(num_layers, model_layers)
     handler = _Handler(num_layers, model_layers, double_buffering)
 
     def commit(tensor: torch.Tensor) -> torch.Tensor:
