@@ -1,10 +1,11 @@
 """The study in its Optuna storage, mirrored in memory.
 
 The storage (SQLite, PostgreSQL, a journal file) is the study's only record. Reading it whole at
-every proposal would take longer the more trials run, so each driver keeps a mirror and counts its
-own writes in an attribute of the study; the mirror is read again only when another driver's count
-has moved. A driver announces a write before it makes it, so that of two drivers that propose one
-candidate at the same moment the later sees the earlier.
+every proposal would take longer the more trials run, so each driver keeps a mirror. Drivers sign
+their presence in an attribute of the study, and read again only what others may have written since
+they last read; of two drivers that start one candidate at the same moment, the later one sees the
+earlier. A write to SQLite costs a disk flush, so what is known of a trial at its start and at its
+end is one attribute each.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
-from tuner.measurement import Measurement
+from tuner.measurement import Measurement, Outcome
 from tuner.search.records import DUPLICATE, REJECTED, TrialRecord
 
 if TYPE_CHECKING:
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
 
-_COUNTER = "writes:"
-_READ_AGAIN_S = 30.0  # also sees writers that keep no count
+_DRIVER = "driver:"
+_START, _END = "trial", "result"
+_SIGNED_EVERY_S = 30.0
+_ACTIVE_WITHIN_S = 120.0  # clocks of the drivers' hosts may differ by less than the rest of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,12 @@ class Entry:
     @property
     def outcome(self) -> str | None:
         return self.attributes.get("outcome")
+
+    @property
+    def settled(self) -> bool:
+        """Whether it ran, runs or was refused; not where it waits, was cut short or is a copy."""
+        unsettled = (None, DUPLICATE, Outcome.INTERRUPTED.value)
+        return not self.waiting and (self.outcome not in unsettled or "rule" in self.attributes)
 
     def record(self) -> TrialRecord | None:
         """The trial as the study shows it; None where it was never launched."""
@@ -71,9 +80,8 @@ class TrialStore:
         self.study = study
         self._storage = storage
         self._id = storage.get_study_id_from_name(study.study_name)
-        self._counter = _COUNTER + uuid.uuid4().hex
-        self._writes = 0
-        self._others: dict[str, int] = {}
+        self._name = _DRIVER + uuid.uuid4().hex
+        self._signed_at = float("-inf")
         self._read_at = float("-inf")
         self._entries: dict[int, Entry] = {}
         self._records: dict[int, TrialRecord | None] = {}
@@ -100,16 +108,15 @@ class TrialStore:
         return [record for record in found if record is not None]
 
     def refresh(self) -> None:
-        """Read what other drivers wrote since the last time."""
-        others = self._counts()
-        now = time.monotonic()
-        if others == self._others and now - self._read_at < _READ_AGAIN_S:
+        """Read what other drivers may have written since the last time."""
+        self._sign()
+        if not self._others_since(self._read_at):
             return
+        self._read_at = time.time()
         for trial in self.study.get_trials(deepcopy=False):
             known = self._entries.get(trial.number)
             if known is None or not known.finished:
                 self._mirror(trial)
-        self._others, self._read_at = others, now
 
     def add(
         self,
@@ -120,12 +127,11 @@ class TrialStore:
         """Start a trial with all its parameters at once; its number."""
         from optuna.trial import TrialState, create_trial
 
-        self._announce()
         template = create_trial(
             state=TrialState.RUNNING,
             params=dict(params),
             distributions=dict(distributions),
-            user_attrs=dict(attributes),
+            user_attrs={_START: dict(attributes)},
         )
         trial_id = self._storage.create_new_trial(self._id, template)
         number = self._storage.get_trial_number_from_id(trial_id)
@@ -134,18 +140,15 @@ class TrialStore:
 
     def ask(self) -> optuna.Trial:
         """Let the study's sampler (or its queue) start a trial."""
-        self._announce()
         return self.study.ask()
 
     def asked(self, trial: optuna.Trial, attributes: Mapping[str, Any]) -> None:
         """Note the candidate of a trial that `ask` started."""
-        for name, value in attributes.items():
-            trial.set_user_attr(name, value)
+        trial.set_user_attr(_START, dict(attributes))
         self._set(Entry(trial.number, False, False, trial.params, dict(attributes)))
 
     def enqueue(self, params: Mapping[str, Any]) -> None:
         """Have `ask` start this trial before any that the sampler draws."""
-        self._announce()
         self.study.enqueue_trial(dict(params), skip_if_exists=False)
         self._read_at = float("-inf")
         self.refresh()
@@ -157,12 +160,12 @@ class TrialStore:
 
     def earlier_twin(self, number: int) -> int | None:
         """Another driver's trial of the same candidate, started before `number`."""
-        if self._counts() == self._others:
+        if not self._others_since(self._read_at):
             return None
         self.refresh()
         key = self._entries[number].key
         for entry in self.entries():
-            if entry.number < number and entry.key == key and entry.outcome != DUPLICATE:
+            if entry.number < number and entry.key == key and entry.settled:
                 return entry.number
         return None
 
@@ -181,11 +184,9 @@ class TrialStore:
         entry = self._entries.get(number)
         if entry is None or entry.finished or entry.waiting:
             raise ValueError(f"trial {number} is not running")
-        self._announce()
         trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
         trial = optuna.Trial(self.study, trial_id)
-        for name, value in attributes.items():
-            trial.set_user_attr(name, value)
+        trial.set_user_attr(_END, dict(attributes))
         for name, value in (constraints or {}).items():
             trial.set_constraint(name, value)
         self.study.tell(number, None if values is None else list(values), state=state)
@@ -202,7 +203,7 @@ class TrialStore:
                 trial.state.is_finished(),
                 trial.state is TrialState.WAITING,
                 params,
-                trial.user_attrs,
+                {**trial.user_attrs.get(_START, {}), **trial.user_attrs.get(_END, {})},
             )
         )
 
@@ -210,15 +211,45 @@ class TrialStore:
         self._entries[entry.number] = entry
         self._records.pop(entry.number, None)
 
-    def _announce(self) -> None:
-        self._writes += 1
-        self.study.set_user_attr(self._counter, self._writes)
+    def _sign(self) -> None:
+        """Say, now and then, that this driver is at work."""
+        now = time.time()
+        if now - self._signed_at >= _SIGNED_EVERY_S:
+            self.study.set_user_attr(self._name, now)
+            self._signed_at = now
 
-    def _counts(self) -> dict[str, int]:
-        """Writes of every other driver."""
-        attributes = self.study.user_attrs
-        return {
-            name: count
-            for name, count in attributes.items()
-            if name.startswith(_COUNTER) and name != self._counter
-        }
+    def _others_since(self, moment: float) -> bool:
+        """Whether another driver may have written since then; always, when nothing was read."""
+        if moment == float("-inf"):
+            return True
+        return any(
+            name.startswith(_DRIVER) and name != self._name and signed > moment - _ACTIVE_WITHIN_S
+            for name, signed in self.study.user_attrs.items()
+        )
+
+
+def open_storage(url: str) -> optuna.storages.BaseStorage:
+    """The Optuna storage of a database URL, or of a journal file (a path ending in ".journal").
+
+    SQLite writes ahead and flushes at checkpoints: a killed driver loses nothing, and a write does
+    not wait for the disk.
+    """
+    import optuna
+
+    if url.endswith(".journal"):
+        from optuna.storages.journal import JournalFileBackend
+
+        return optuna.storages.JournalStorage(JournalFileBackend(url))
+    if not url.startswith("sqlite:"):
+        return optuna.storages.get_storage(url)
+    from sqlalchemy import event
+
+    storage = optuna.storages.RDBStorage(url)
+    event.listen(storage.engine, "connect", _write_ahead)
+    storage.engine.dispose()  # connections made before the listener was there
+    return optuna.storages.get_storage(storage)
+
+
+def _write_ahead(connection: Any, _record: object) -> None:
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=NORMAL")

@@ -33,10 +33,10 @@ from tuner.search.records import (
 )
 from tuner.search.samplers import NumberedChooser, draws_numbers, make_sampler, numbered
 from tuner.search.space import SearchSpace
-from tuner.search.store import TrialStore
+from tuner.search.store import TrialStore, open_storage
 
 if TYPE_CHECKING:
-    import optuna
+    pass
 
 _REPEATS_BEFORE_LISTING = 4  # proposals in a row already seen before unseen ones are listed
 _LISTED_AT_MOST = 20_000  # points of the space looked at when listing
@@ -219,8 +219,7 @@ class TuningStudy:
     def _seen_as(self, key: str) -> int | None:
         """The trial that ran, runs or was refused as this candidate; interrupted ones aside."""
         for entry in self._store.entries():
-            unsettled = entry.waiting or entry.outcome in (DUPLICATE, Outcome.INTERRUPTED.value)
-            if entry.key == key and not unsettled:
+            if entry.key == key and entry.settled:
                 return entry.number
         return None
 
@@ -283,7 +282,7 @@ def open_study(
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = _storage(storage_url)
+    storage = open_storage(storage_url)
     study = optuna.create_study(
         storage=storage, study_name=name, direction="maximize", load_if_exists=True
     )
@@ -300,13 +299,3 @@ def open_study(
         engine=engine,
         numbers=draws_numbers(sampler),
     )
-
-
-def _storage(url: str) -> optuna.storages.BaseStorage:
-    import optuna
-
-    if url.endswith(".journal"):
-        from optuna.storages.journal import JournalFileBackend
-
-        return optuna.storages.JournalStorage(JournalFileBackend(url))
-    return optuna.storages.get_storage(url)

@@ -91,7 +91,7 @@ def test_rejected_candidates_are_recorded_as_pruned_with_their_rule(tmp_path: Pa
     storage = optuna.load_study(study_name="test", storage=f"sqlite:///{tmp_path}/study.db")
     pruned = [t for t in storage.trials if t.state is optuna.trial.TrialState.PRUNED]
     assert pruned
-    assert {t.user_attrs["rule"] for t in pruned} == {"P10"}
+    assert {t.user_attrs["trial"]["rule"] for t in pruned} == {"P10"}
     assert study.rejected() == {"P10": len(pruned)}
 
 
