@@ -1,0 +1,155 @@
+"""Shell text: quoting what is written, and reading the words of launch scripts."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}?")
+_OPERATORS = frozenset((";", "&&", "||", "|", "&"))
+_MAX_DEPTH = 20
+
+
+def exports(env: Mapping[str, str]) -> list[str]:
+    """`export NAME=VALUE` lines."""
+    return [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+
+
+def array(name: str, words: Sequence[str]) -> list[str]:
+    """A Bash array with an option and its values on a line each."""
+    lines = [f"{name}=("]
+    for word in words:
+        quoted = shlex.quote(word)
+        if word.startswith("--") or not lines[-1].startswith("  --"):
+            lines.append(f"  {quoted}")
+        else:
+            lines[-1] += f" {quoted}"
+    return [*lines, ")"]
+
+
+@dataclass(slots=True)
+class Script:
+    """What a shell text says: words of each command, exported variables, and all variables."""
+
+    commands: list[list[str]] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, list[str]] = field(default_factory=dict)
+
+
+def read_script(text: str) -> Script:
+    """The commands of a script with its variables put in; loops and conditions are not run.
+
+    Raises ValueError where the quoting never ends.
+    """
+    script = Script()
+    for line in _logical_lines(text):
+        _read_line(line, script)
+    return script
+
+
+def _logical_lines(text: str) -> list[str]:
+    """Lines with continuations joined and arrays and open quotes kept together."""
+    joined = re.sub(r"\\\r?\n", " ", text)
+    lines: list[str] = []
+    pending = ""
+    for raw in joined.splitlines():
+        pending = f"{pending}\n{raw}" if pending else raw
+        if _is_open(pending):
+            continue
+        lines.append(pending)
+        pending = ""
+    if pending:
+        lines.append(pending)
+    return lines
+
+
+def _is_open(text: str) -> bool:
+    """Whether a quote or the parenthesis of an array is still open."""
+    try:
+        words = _split(text)
+    except ValueError:
+        return True
+    starts = [word for word in words if _array_start(word)]
+    return bool(starts) and not any(word.endswith(")") for word in words)
+
+
+def _array_start(word: str) -> bool:
+    match = _ASSIGNMENT.fullmatch(word)
+    return match is not None and match[3].startswith("(") and not match[3].startswith("()")
+
+
+def _split(text: str) -> list[str]:
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
+    lexer.whitespace_split = True
+    lexer.commenters = "#" if _has_comment(text) else ""
+    return list(lexer)
+
+
+def _has_comment(text: str) -> bool:
+    return re.search(r"(^|\s)#", text) is not None
+
+
+def _read_line(line: str, script: Script) -> None:
+    words = _split(line)
+    if words[:1] == ["export"] or words[:1] == ["declare"] or words[:1] == ["local"]:
+        exported, words = words[0] == "export", words[1:]
+    else:
+        exported = False
+    if words and _array_start(words[0]):
+        _read_array(words, script)
+        return
+    while words and (match := _ASSIGNMENT.fullmatch(words[0])):
+        values = _expand_word(match[3], script)
+        name = match[1]
+        previous = script.variables.get(name, []) if match[2] else []
+        joined = " ".join([*previous, *values])
+        script.variables[name] = joined.split() if " " in joined else [joined]
+        if exported or len(words) > 1:
+            script.env[name] = joined
+        words = words[1:]
+    if words:
+        _read_command(words, script)
+
+
+def _read_array(words: Sequence[str], script: Script) -> None:
+    match = _ASSIGNMENT.fullmatch(words[0])
+    assert match is not None
+    inner = [match[3][1:], *words[1:]]
+    end = next((at for at, word in enumerate(inner) if word.endswith(")")), len(inner) - 1)
+    inner = inner[: end + 1]
+    inner[-1] = inner[-1].removesuffix(")")
+    values = [value for word in inner if word for value in _expand_word(word, script)]
+    before = script.variables.get(match[1], []) if match[2] else []
+    script.variables[match[1]] = before + values
+
+
+def _read_command(words: Sequence[str], script: Script) -> None:
+    command: list[str] = []
+    for word in words:
+        if word in _OPERATORS:
+            script.commands.append(command)
+            command = []
+            continue
+        command += _expand_word(word, script)
+    script.commands.append(command)
+
+
+def _expand_word(word: str, script: Script, depth: int = 0) -> list[str]:
+    """A word with variables put in; one that is a variable alone may become several words."""
+    whole = _REFERENCE.fullmatch(word)
+    if whole is not None and depth < _MAX_DEPTH:
+        known = script.variables.get(whole[1])
+        if known is not None:
+            return list(known)
+        return _expand_word(whole[2], script, depth + 1) if whole[2] else [word]
+
+    def value(match: re.Match[str]) -> str:
+        known = script.variables.get(match[1])
+        if known is not None:
+            return " ".join(known)
+        return match[2] if match[2] is not None else match[0]
+
+    return [_REFERENCE.sub(value, word)]
