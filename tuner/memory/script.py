@@ -6,8 +6,9 @@ Batches and loss are those of Megatron-LM's `pretrain_gpt.py` (`get_batch_on_thi
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from trainables.megatron_core.graphs import LayerGraphs, graphed_schedule
@@ -95,7 +96,7 @@ class ScriptStep:
 
     def _batches(self, model: Any) -> Iterator[dict[str, torch.Tensor]] | None:
         """This rank's micro-batches for one model chunk; None where it reads nothing."""
-        first = model.pre_process or model.mtp_process
+        first = model.pre_process or getattr(model, "mtp_process", False)
         last = model.post_process
         if not (first or last):
             return None
@@ -124,18 +125,39 @@ class ScriptStep:
 
 def _forward_step(data: Any, model: Any, return_schedule_plan: bool = False) -> Any:
     """The forward pass of one micro-batch, or its plan where the schedule interleaves layers."""
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    batch = get_batch_on_this_cp_rank(next(data)) if data is not None else {}
-    run = unwrapped(model).build_schedule_plan if return_schedule_plan else model
+    batch = _part_of_this_cp_rank(next(data)) if data is not None else {}
+    bare = unwrapped(model)
+    run = bare.build_schedule_plan if return_schedule_plan else model
+    more = {"loss_mask": batch.get("loss_mask")} if _takes(type(bare).forward, "loss_mask") else {}
     output = run(
         batch.get("tokens"),
         batch.get("position_ids"),
         batch.get("attention_mask"),
         labels=batch.get("labels"),
-        loss_mask=batch.get("loss_mask"),
+        **more,
     )
     return output, partial(_loss, batch.get("loss_mask"))
+
+
+@cache
+def _takes(function: Any, argument: str) -> bool:
+    """Whether a function has an argument: models of hybrid layers know no loss mask at first."""
+    return argument in inspect.signature(function).parameters
+
+
+def _part_of_this_cp_rank(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from megatron.core import parallel_state, utils
+
+    group = parallel_state.get_context_parallel_group()
+    split: Any = getattr(utils, "get_pretrain_batch_on_this_cp_rank", None)  # 0.18 alone
+    options: dict[str, Any] = {"cp_group": group}
+    if split is None:
+        split = utils.get_batch_on_this_cp_rank
+        known = inspect.signature(split).parameters
+        options |= {"is_hybrid_cp": False}
+        options = {name: value for name, value in options.items() if name in known}
+    part: dict[str, torch.Tensor] = split(batch, **options)
+    return part
 
 
 def _loss(loss_mask: Any, output: torch.Tensor) -> Any:

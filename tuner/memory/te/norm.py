@@ -52,22 +52,25 @@ class _Norm(torch.nn.Module):
 
     def __init__(
         self,
-        hidden_size: int,
+        normalized_shape: int | None = None,
         eps: float = 1e-5,
         sequence_parallel: bool = False,
         params_dtype: torch.dtype = torch.float32,
         zero_centered_gamma: bool = False,
         device: Any = None,
+        hidden_size: int | None = None,  # the older name of `normalized_shape`
         **options: Any,
     ) -> None:
         super().__init__()
+        width = hidden_size if normalized_shape is None else normalized_shape
+        assert width is not None
         self.eps = eps
         self.sequence_parallel = sequence_parallel
-        self.weight = new_parameter((hidden_size,), params_dtype)
+        self.weight = new_parameter((width,), params_dtype)
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
         self.bias = None
         if self.has_bias:
-            self.bias = new_parameter((hidden_size,), params_dtype)
+            self.bias = new_parameter((width,), params_dtype)
             self.bias.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -150,6 +150,7 @@ def get_cpu_offload_context(
     offload_activations: bool = True,
     offload_weights: bool = False,
     double_buffering: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
 ) -> tuple[AbstractContextManager[Any], Callable[[torch.Tensor], torch.Tensor]]:
     """A context in which saved tensors are handled, and the call that ends a layer.
 
