@@ -7,16 +7,15 @@ flash-attn 2 are both installed.
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tuner.memory import issue
 from tuner.memory.errors import UnsupportedError
-from tuner.memory.recorder import allocate
 from tuner.memory.te import attention_kernels as kernels
+from tuner.memory.te import context_parallel as parallel
 from tuner.memory.te import quantize
 from tuner.memory.te.attention_fp8 import fp8_attention
 from tuner.memory.te.base import group_size, new_parameter
@@ -45,12 +44,6 @@ class DotProductAttention(torch.nn.Module):
         super().__init__()
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.attention_dropout = attention_dropout
-        self.cp_comm_type = cp_comm_type
-        self.cp_size, self.cp_rank = 1, 0
-        if isinstance(cp_group, list):
-            raise UnsupportedError(
-                "hierarchical context parallelism is not modelled", field="cp_comm_type"
-            )
         self.set_context_parallel_group(cp_group, None, None, cp_comm_type)
         self.softmax_offset = None
         if softmax_type == "learnable":
@@ -61,9 +54,9 @@ class DotProductAttention(torch.nn.Module):
     def set_context_parallel_group(
         self, group: Any, ranks: Any, stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        self.cp_group = group
-        self.cp_size = group_size(group)
-        self.cp_rank = 0 if group is None else torch.distributed.get_rank(group)
+        self.cp_group, self.cp_comm_type = group, cp_comm_type
+        groups = group if isinstance(group, list) else [group]
+        self.cp_size = math.prod(group_size(part) for part in groups)
 
     def forward(
         self,
@@ -114,40 +107,21 @@ class DotProductAttention(torch.nn.Module):
                 field="fp8_dot_product_attention",
                 fix="unset it, or set context_parallel_size to 1",
             )
+        group = self.cp_group
         if self.cp_comm_type == "p2p":
-            return kernels.ring_attention(query, key, value, self.cp_group, mask)
+            return parallel.ring_attention(query, key, value, group, mask)
+        if self.cp_comm_type == "all_gather":
+            return parallel.gathered_attention(query, key, value, group, mask)
         if self.cp_comm_type == "a2a":
-            # Whole sequences of fewer heads: as many elements, in new tensors.
-            group, sink = self.cp_group, self.softmax_offset
-            query, key, value = (_Exchange.apply(part, group) for part in (query, key, value))
-            mask = replace(mask, ranks=self.cp_size)
-            output = kernels.fused_attention(query, key, value, sink, False, mask)
-            exchanged: torch.Tensor = _Exchange.apply(output, group)
-            return exchanged
+            sink = self.softmax_offset
+            return parallel.exchanged_attention(query, key, value, sink, group, mask)
+        if self.cp_comm_type == "a2a+p2p":
+            return parallel.hierarchical_attention(query, key, value, group, mask)
         raise UnsupportedError(
             f"context parallelism by {self.cp_comm_type} is not modelled",
             field="cp_comm_type",
-            fix="use p2p or a2a",
+            fix="use p2p, a2a, a2a+p2p or all_gather",
         )
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all: a new tensor of the same size, forward and backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return _exchanged(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _exchanged(gradients[0], ctx.group), None
-
-
-def _exchanged(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    issue.touched(tensor, tensor, kind="permute")  # in the order of the ranks, and back
-    issue.collective("all_to_all", issue.size_of([tensor]), group)
-    return allocate(tensor.shape, tensor.dtype)
 
 
 def _is_interleaved(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
