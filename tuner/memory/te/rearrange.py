@@ -14,14 +14,15 @@ import torch
 _TOKEN = re.compile(r"\([^)]*\)|\S+")
 
 
-def rearrange(tensor: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:
+def rearrange(tensor: Any, pattern: str, **sizes: int) -> Any:
     """`tensor` with its axes named by the left side of `pattern` and ordered by the right one."""
     left, right = (_axes(side) for side in pattern.split("->"))
     known = _sizes(left, tensor.shape, sizes)
     names = [name for group in left for name in group]
     tensor = tensor.reshape([known[name] for name in names])
-    order = [name for group in right for name in group]
-    tensor = tensor.permute([names.index(name) for name in order])
+    order = [names.index(name) for group in right for name in group]
+    # Megatron-Core also orders arrays of ranks (parallel_state.py).
+    tensor = tensor.permute(order) if isinstance(tensor, torch.Tensor) else tensor.transpose(order)
     return tensor.reshape([math.prod(known[name] for name in group) for group in right])
 
 
