@@ -119,10 +119,11 @@ def fixed_costs(
         _item("CUDA context", data["cuda_context"][gpu.architecture]),
         *(_nccl(communicator, lazy, data["nccl"]) for communicator in opened),
     ]
-    overlaps = dict(candidate.extra).get("tp_comm_overlap")
-    if candidate.tensor_model_parallel_size > 1 and overlaps:
+    extra = dict(candidate.extra)
+    if candidate.tensor_model_parallel_size > 1 and extra.get("tp_comm_overlap"):
         entry = data["userbuffers"]
-        items.append(FixedCost("userbuffers", entry["value"] * hidden_bytes, entry["source"]))
+        buffers = entry["value"] - (entry["gathered"] / 2 if extra.get("fp8") else 0)
+        items.append(FixedCost("userbuffers", int(buffers * hidden_bytes), entry["source"]))
     return FixedCosts(tuple(items))
 
 

@@ -30,7 +30,6 @@ _WEIGHTS_IN_FP8 = ("fp8_param", "fp8_param_gather")
 _UNMODELLED = {
     "use_megatron_fsdp": "Megatron-FSDP is not modelled",
     "use_torch_fsdp2": "PyTorch's FSDP2 is not modelled",
-    "tp_comm_overlap": "userbuffers of overlapped tensor-parallel communication are not modelled",
 }
 
 

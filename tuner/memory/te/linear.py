@@ -36,6 +36,10 @@ from tuner.memory.te.quantized import (
     saved_tensors,
 )
 from tuner.memory.te.state import use_workspace, weight_gradient
+from tuner.memory.te.userbuffers import OVERLAPS, in_userbuffer
+
+_REDUCING_DGRAD = {"ub_bulk_wgrad", "ub_overlap_rs_dgrad"}
+"""Overlaps that reduce the gradient of a column-parallel layer's input."""
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -75,7 +79,8 @@ class _LinearFunction(torch.autograd.Function):
             weight_copy = layer.quantized_weight("weight", weight, cache_weight, columns=columns)
         rows = rows_of(inputs) * (layer.tp_size if gathers else 1)
         use_workspace()
-        output = allocate((rows, weight.shape[0]), inputs.dtype)
+        with in_userbuffer(layer.parallel_mode == "row" and "ub_overlap_rs" in layer.overlaps):
+            output = allocate((rows, weight.shape[0]), inputs.dtype)
         recipe = quantize.state.recipe if low else None
         issue.gemm(rows, weight.shape[0], weight.shape[1], inputs.dtype, recipe=recipe)
         del whole
@@ -108,7 +113,8 @@ class _LinearFunction(torch.autograd.Function):
         rows = math.prod(ctx.input_shape[:-1])
         all_rows = rows * (layer.tp_size if ctx.gathers else 1)
         # The GEMM's output stays until the function returns, also where it is reduced to a shard.
-        whole = allocate((all_rows, width), ctx.dtype)
+        with in_userbuffer(ctx.gathers and bool(_REDUCING_DGRAD & layer.overlaps)):
+            whole = allocate((all_rows, width), ctx.dtype)
         recipe = ctx.recipe if ctx.low else None
         issue.gemm(all_rows, width, weight.shape[0], ctx.dtype, recipe=recipe)
         input_gradient = allocate((rows, width), ctx.dtype) if ctx.gathers else whole
@@ -158,7 +164,8 @@ def _reduced(layer: Any, output: torch.Tensor, rows: int) -> torch.Tensor:
     if not layer.sequence_parallel:
         issue.collective("all_reduce", size, layer.tp_group)
         return output
-    issue.collective("reduce_scatter", size, layer.tp_group)
+    beside = "ub_overlap_rs" in layer.overlaps
+    issue.collective("reduce_scatter", size, layer.tp_group, asynchronous=beside)
     return allocate((rows // layer.tp_size, output.shape[1]), output.dtype)
 
 
@@ -198,25 +205,33 @@ def _kept_operand(layer: Any, inputs: torch.Tensor, operand: Any, gathers: bool)
 def _gathered(inputs: torch.Tensor, operand: Any, layer: Any) -> Any:
     """The input of all ranks for the forward product."""
     if isinstance(operand, Quantized):
-        return _gathered_copies(operand, layer, columns=False)
-    return _full_rows(inputs.shape, inputs.dtype, layer)
+        return _gathered_copies(operand, layer, columns=False, overlap="ub_overlap_ag")
+    return _full_rows(inputs.shape, inputs.dtype, layer, overlap="ub_overlap_ag")
 
 
 def _gathered_copies(
-    source: Quantized, layer: Any, *, columns: bool, beside: bool = False
+    source: Quantized, layer: Any, *, columns: bool, overlap: str, beside: bool = False
 ) -> Quantized:
-    whole = gathered(source, layer.tp_size, columns=columns)
+    buffered = overlap in layer.overlaps
+    with in_userbuffer(buffered):
+        whole = gathered(source, layer.tp_size, columns=columns)
     size = issue.size_of(whole.columns or whole.rows)
-    issue.collective("all_gather", size, layer.tp_group, asynchronous=beside)
+    issue.collective("all_gather", size, layer.tp_group, asynchronous=beside or buffered)
     return whole
 
 
 def _full_rows(
-    shape: torch.Size, dtype: torch.dtype, layer: Any, *, beside: bool = False
+    shape: torch.Size, dtype: torch.dtype, layer: Any, *, overlap: str, beside: bool = False
 ) -> torch.Tensor:
-    """The buffer an all-gather along the first dimension fills; `beside` other work or not."""
-    whole = allocate((shape[0] * layer.tp_size, *shape[1:]), dtype)
-    issue.collective("all_gather", issue.size_of([whole]), layer.tp_group, asynchronous=beside)
+    """The buffer an all-gather along the first dimension fills, `beside` other work or not.
+
+    It is a userbuffer where the layer overlaps the exchange `overlap`.
+    """
+    buffered = overlap in layer.overlaps
+    with in_userbuffer(buffered):
+        whole = allocate((shape[0] * layer.tp_size, *shape[1:]), dtype)
+    size = issue.size_of([whole])
+    issue.collective("all_gather", size, layer.tp_group, asynchronous=beside or buffered)
     return whole
 
 
@@ -224,7 +239,9 @@ def _backward_operand(ctx: Any, kept: torch.Tensor) -> Any:
     """The input for the weight gradient where it is not the kept one: quantised, gathered."""
     layer = ctx.layer
     if not ctx.low:
-        return _full_rows(ctx.input_shape, ctx.dtype, layer, beside=True) if ctx.gathers else None
+        if not ctx.gathers:
+            return None
+        return _full_rows(ctx.input_shape, ctx.dtype, layer, overlap="ub_bulk_dgrad", beside=True)
     by_rows = ctx.recipe.per_tensor
     if ctx.kept_low:
         if not ctx.gathers:
@@ -236,7 +253,9 @@ def _backward_operand(ctx: Any, kept: torch.Tensor) -> Any:
             source = quantize.quantized(kept, INPUT, rows=by_rows, columns=columns)
     if not ctx.gathers:
         return source
-    return _gathered_copies(source, layer, columns=not by_rows, beside=True)
+    return _gathered_copies(
+        source, layer, columns=not by_rows, overlap="ub_bulk_dgrad", beside=True
+    )
 
 
 def _output_gradient(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -246,17 +265,20 @@ def _output_gradient(ctx: Any, gradient: torch.Tensor) -> Any:
     gradient = gradient.contiguous()
     gathers = layer.parallel_mode == "row" and layer.sequence_parallel and layer.tp_size > 1
     if not ctx.low:
-        return _full_rows(gradient.shape, gradient.dtype, layer) if gathers else gradient
+        if not gathers:
+            return gradient
+        return _full_rows(gradient.shape, gradient.dtype, layer, overlap="ub_overlap_ag")
     with quantize.using(ctx.recipe):
         columns = not (gathers and ctx.recipe.per_tensor)
         copy = quantize.quantized(gradient, GRADIENT, rows=True, columns=columns)
     if not gathers:
         return copy
-    whole = _gathered_copies(copy, layer, columns=False)
+    whole = _gathered_copies(copy, layer, columns=False, overlap="ub_overlap_ag")
     if ctx.recipe.per_tensor:
         whole.add_columns()
     else:
-        whole.columns = _gathered_copies(copy, layer, columns=True).columns
+        columns_gathered = _gathered_copies(copy, layer, columns=True, overlap="ub_overlap_ag")
+        whole.columns = columns_gathered.columns
     return whole
 
 
@@ -288,6 +310,9 @@ class Linear(TransformerEngineBaseModule):
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
+        self.overlaps = frozenset(
+            name for name in OVERLAPS if self.sequence_parallel and options.get(name)
+        )
         self.use_bias, self.return_bias = bias, return_bias
         if parallel_mode == "column":
             self.out_features //= self.tp_size
