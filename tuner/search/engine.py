@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from tuner.candidate import Candidate
@@ -45,7 +45,8 @@ class Engine:
         self._estimator = estimator
         self._limit_bytes = limit_bytes
         self._costs = costs
-        self._refused: set[str] = set()
+        self._refused: dict[str, None] = {}
+        self._rows: dict[int, int] = {}
         self._seen: dict[int, Seen] = {}
 
     @cached_property
@@ -86,28 +87,39 @@ class Engine:
 
     def refuse(self, candidate: Candidate) -> None:
         """Never propose this candidate (the rules reject it, or it counts as another)."""
-        self._refused.add(candidate.key)
+        self._refused[candidate.key] = None
 
     def _trials(self, records: Sequence[TrialRecord]) -> tuple[list[Seen], list[int]]:
         """Finished trials and running ones by row; candidates new to the pool are taken in."""
-        strangers = [r.candidate for r in records if r.candidate.key not in self._candidates]
+        unplaced = [r for r in records if r.number not in self._rows]
+        strangers = {r.candidate.key: r.candidate for r in unplaced}
+        strangers = {k: c for k, c in strangers.items() if k not in self._candidates}
         if strangers:
-            self._candidates.update((c.key, c) for c in strangers)
+            self._candidates.update(strangers)
+            self._rows.clear()
             self._seen.clear()
             del self._proposer
+            unplaced = list(records)
         rows = self._proposer.pool.table.rows
-        seen = []
+        self._rows.update((r.number, rows[r.candidate.key]) for r in unplaced)
+        seen, running = [], []
         for record in records:
-            if record.running or record.outcome == Outcome.INTERRUPTED.value:
-                continue
-            if record.number not in self._seen:
-                self._seen[record.number] = self._seen_of(record, rows[record.candidate.key])
-            seen.append(self._seen[record.number])
-        seen += [Seen(rows[key], None, None, None) for key in sorted(self._refused) if key in rows]
-        return seen, [rows[r.candidate.key] for r in records if r.running]
+            if record.running:
+                running.append(self._rows[record.number])
+            elif record.outcome != Outcome.INTERRUPTED.value:
+                if record.number not in self._seen:
+                    self._seen[record.number] = self._seen_of(record)
+                seen.append(self._seen[record.number])
+        seen += [self._refusal(rows[key]) for key in self._refused if key in rows]
+        return seen, running
 
-    def _seen_of(self, record: TrialRecord, row: int) -> Seen:
-        measured = record.measurement
+    @staticmethod
+    @cache
+    def _refusal(row: int) -> Seen:
+        return Seen(row, None, None, None)
+
+    def _seen_of(self, record: TrialRecord) -> Seen:
+        row, measured = self._rows[record.number], record.measurement
         fits = {Outcome.COMPLETED.value: True, Outcome.OOM.value: False}.get(record.outcome)
         if measured is None:
             return Seen(row, None, None, fits)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     Matrix = NDArray[np.float64]
     Rows = NDArray[np.int64]
 
-LEARN_FROM = 256
+_COLUMNS_KEPT = 600
+LEARN_FROM = 192
 """Observations kept for learning: the best ones and the rest evenly over the study's life."""
 
 
@@ -37,7 +38,11 @@ class Seen:
 
 
 class ErrorModel:
-    """Covariances of one estimate's errors over a pool, with columns kept between choices."""
+    """Covariances of one estimate's errors over a pool.
+
+    Columns `[row, observation]` are computed once per observed row and kept side by side, so that
+    the mean over the whole pool is one product.
+    """
 
     def __init__(self, pool: Pool, sizes: ErrorSizes, shares: Matrix) -> None:
         import numpy as np
@@ -45,28 +50,55 @@ class ErrorModel:
         self._kernel = ErrorKernel(pool.table, shares, sizes)
         self._all = np.arange(len(pool), dtype=np.int64)
         self.noise = sizes.noise
-        self._columns: dict[int, NDArray[np.float32]] = {}
+        self._slots: dict[int, int] = {}
+        self._columns = np.zeros((len(pool), 16), dtype=np.float32, order="F")
 
-    def cross(self, observed: Rows) -> Matrix:
-        """Covariances of every row of the pool with the observed rows, `[row, observation]`."""
+    def slots(self, observed: Rows) -> NDArray[np.intp]:
+        """Where the columns of these rows stand; they stay there until other rows are asked for."""
         import numpy as np
 
         wanted = [int(row) for row in observed]
-        missing = [row for row in dict.fromkeys(wanted) if row not in self._columns]
-        for row in missing:
-            column = self._kernel.between(self._all, np.array([row], dtype=np.int64))
-            self._columns[row] = column[:, 0].astype(np.float32)
-        if len(self._columns) > 4 * LEARN_FROM:
-            self._columns = {row: self._columns[row] for row in wanted}
-        if not wanted:
-            return np.zeros((len(self._all), 0))
-        return np.stack([self._columns[row] for row in wanted], axis=1)
+        if len(self._slots) + len(wanted) > _COLUMNS_KEPT:
+            kept = [row for row in dict.fromkeys(wanted) if row in self._slots]
+            self._columns[:, : len(kept)] = self._columns[:, [self._slots[row] for row in kept]]
+            self._slots = {row: slot for slot, row in enumerate(kept)}
+        for row in wanted:
+            if row not in self._slots:
+                self._add(row)
+        return np.array([self._slots[row] for row in wanted], dtype=np.intp)
+
+    def _add(self, row: int) -> None:
+        import numpy as np
+
+        slot = len(self._slots)
+        if slot == self._columns.shape[1]:
+            wider = np.zeros((len(self._all), 2 * slot), dtype=np.float32, order="F")
+            wider[:, :slot] = self._columns
+            self._columns = wider
+        column = self._kernel.between(self._all, np.array([row], dtype=np.int64))
+        self._columns[:, slot] = column[:, 0]
+        self._slots[row] = slot
+
+    def weighted(self, slots: NDArray[np.intp], weights: Vector) -> Vector:
+        """Sum of columns times weights, over the whole pool."""
+        import numpy as np
+
+        spread = np.zeros(len(self._slots), dtype=np.float32)
+        np.add.at(spread, slots, weights.astype(np.float32))
+        result: Vector = (self._columns[:, : len(spread)] @ spread).astype(np.float64)
+        return result
+
+    def cross(self, rows: Rows, slots: NDArray[np.intp]) -> Matrix:
+        """Covariances of some rows with the observations, `[row, observation]`."""
+        import numpy as np
+
+        return self._columns[np.ix_(rows, slots)].astype(np.float64)
+
+    def between(self, first: Rows, second: Rows) -> Matrix:
+        return self._kernel.between(first, second)
 
     def variances(self, rows: Rows) -> Vector:
         return self._kernel.variances(rows)
-
-    def among(self, rows: Rows) -> Matrix:
-        return self._kernel.between(rows, rows)
 
 
 @dataclass(frozen=True)
@@ -91,68 +123,75 @@ class ErrorModels:
         )
 
 
-class _Learned:
-    """Errors of one estimate after its observations."""
+class Learned:
+    """Log figures of every row of the pool: the estimate's, corrected by what was observed."""
 
     def __init__(
         self, model: ErrorModel, prior: Vector, rows: Sequence[int], evidence: Evidence
     ) -> None:
         import numpy as np
 
-        self._model, self._prior = model, prior
-        self._rows = np.array(rows, dtype=np.int64)
-        self._cross = model.cross(self._rows)
+        self._model = model
+        observed = np.array(rows, dtype=np.int64)
         self.posterior: Posterior | None = None
+        self.means = prior
         if len(rows):
-            self.posterior = fit(self._cross[self._rows], evidence)
-
-    def mean(self, rows: Rows) -> Vector:
-        """Log figures expected of these rows."""
-        if self.posterior is None:
-            return self._prior[rows]
-        result: Vector = self._prior[rows] + self.posterior.mean(self._cross[rows])
-        return result
+            self._slots = model.slots(observed)
+            self.posterior = fit(model.between(observed, observed), evidence)
+            self.means = prior + self.posterior.scale**2 * model.weighted(
+                self._slots, self.posterior.weights
+            )
 
     def spread(self, rows: Rows) -> Vector:
-        """Standard deviations of the log figures."""
+        """Standard deviations of the log figures of these rows."""
         import numpy as np
 
         variances = self._model.variances(rows)
         if self.posterior is not None:
-            variances = self.posterior.variance(self._cross[rows], variances)
+            cross = self._model.cross(rows, self._slots)
+            variances = self.posterior.variance(cross, variances)
         return np.sqrt(variances)
 
     def covariance(self, rows: Rows) -> Matrix:
-        prior = self._model.among(rows)
+        """Covariances of the log figures among these rows."""
+        prior = self._model.between(rows, rows)
         if self.posterior is None:
             return prior
-        return self.posterior.covariance(self._cross[rows], prior)
+        return self.posterior.covariance(self._model.cross(rows, self._slots), prior)
 
 
 class Knowledge:
     """The pool after the trials in `seen`, with those in `running` under way.
 
     Running trials count as if they would give what is expected of them, so that others are
-    proposed beside them.
+    proposed beside them. `finished` is what is known without them, where that is at hand.
     """
 
     def __init__(
-        self, pool: Pool, models: ErrorModels, seen: Sequence[Seen], running: Sequence[int]
+        self,
+        pool: Pool,
+        models: ErrorModels,
+        seen: Sequence[Seen],
+        running: Sequence[int] = (),
+        finished: Knowledge | None = None,
     ) -> None:
         self.pool, self._models = pool, models
         self.seen, self.running = tuple(seen), tuple(running)
+        self._finished = finished
 
     @cached_property
-    def measured(self) -> _Learned:
-        """Step times learned from finished trials alone."""
-        return self._learn_time(())
+    def measured(self) -> Learned:
+        """Log GPU-seconds of a step, from finished trials alone."""
+        return self._finished.measured if self._finished is not None else self._learn_time(())
 
     @cached_property
-    def time(self) -> _Learned:
-        """Step times, running trials counted as done."""
-        return self._learn_time(self.running[-LEARN_FROM // 4 :]) if self.running else self.measured
+    def time(self) -> Learned:
+        """Log GPU-seconds of a step, running trials counted as done."""
+        if not self.running:
+            return self.measured
+        return self._learn_time(self.running[-LEARN_FROM // 4 :])
 
-    def _learn_time(self, running: Sequence[int]) -> _Learned:
+    def _learn_time(self, running: Sequence[int]) -> Learned:
         import numpy as np
 
         prior = self.pool.log_time
@@ -161,17 +200,20 @@ class Knowledge:
         values = [np.log(time * self.pool.gpus[row]) - prior[row] for row, time in told]
         if running:
             guessed = np.array(running, dtype=np.int64)
-            values += list(self.measured.mean(guessed) - prior[guessed])
+            values += list((self.measured.means - prior)[guessed])
             rows += [int(row) for row in guessed]
         evidence = Evidence(
             np.array(values), np.zeros(len(rows), dtype=np.int64), self._models.time.noise
         )
-        return _Learned(self._models.time, prior, rows, evidence)
+        return Learned(self._models.time, prior, rows, evidence)
 
     @cached_property
-    def memory(self) -> _Learned:
+    def memory(self) -> Learned:
         """Log of peak memory over the limit."""
         import numpy as np
+
+        if self._finished is not None:
+            return self._finished.memory
 
         prior = self.pool.log_fill
         limit = self.pool.limit_bytes
@@ -188,14 +230,14 @@ class Knowledge:
             np.array([sign for _, (_, sign) in told], dtype=np.int64),
             self._models.memory.noise,
         )
-        return _Learned(self._models.memory, prior, [row for row, _ in told], evidence)
+        return Learned(self._models.memory, prior, [row for row, _ in told], evidence)
 
     def fit_probability(self, rows: Rows) -> Vector:
         """The chance that each row stays below the memory limit."""
         from scipy.special import ndtr
 
         memory = self.memory
-        result: Vector = ndtr(-memory.mean(rows) / memory.spread(rows))
+        result: Vector = ndtr(-memory.means[rows] / memory.spread(rows))
         return result
 
     @cached_property

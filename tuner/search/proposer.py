@@ -53,10 +53,16 @@ class Proposer:
         self.pool = pool
         self._models = ErrorModels.of(pool)
         self._ruled_out: dict[int, tuple[int, ...]] = {}
+        self._finished: Knowledge | None = None
 
     def know(self, seen: Sequence[Seen], running: Sequence[int] = ()) -> Knowledge:
         """What is known after these trials."""
-        return Knowledge(self.pool, self._models, seen, running)
+        finished = self._finished
+        if finished is None or not _same(finished.seen, seen):
+            finished = self._finished = Knowledge(self.pool, self._models, seen)
+        if not running:
+            return finished
+        return Knowledge(self.pool, self._models, seen, running, finished)
 
     def choose(self, seen: Sequence[Seen], running: Sequence[int] = ()) -> Choice | None:
         """The next row to run given finished and running trials; None when none is left."""
@@ -70,7 +76,7 @@ class Proposer:
         if control is not None:
             return self._describe(known, control, "control without recomputation")
         rows = self._promising(known, rows)
-        time = known.time.mean(rows)
+        time = known.time.means[rows]
         chance = known.fit_probability(rows)
         gain = _improvement(known, time, known.time.spread(rows), chance)
         cost = self.pool.trial_cost(rows, time)
@@ -115,7 +121,7 @@ class Proposer:
 
         if len(rows) <= _CONSIDERED:
             return rows
-        time, fill = known.time.mean(rows), known.memory.mean(rows)
+        time, fill = known.time.means[rows], known.memory.means[rows]
         too_full = np.maximum(fill, 0.0)
         kept = np.argsort(time + 10 * too_full, kind="stable")[:_CONSIDERED]
         return np.sort(rows[kept])
@@ -139,17 +145,21 @@ class Proposer:
         import numpy as np
 
         rows = np.array([row], dtype=np.int64)
-        time, spread = known.time.mean(rows), known.time.spread(rows)
+        time, spread = known.time.means[rows], known.time.spread(rows)
         chance = known.fit_probability(rows)
         return Choice(
             row=row,
             step_time_s=float(np.exp(time[0]) / self.pool.gpus[row]),
             spread=float(spread[0]),
-            memory_bytes=float(np.exp(known.memory.mean(rows)[0]) * self.pool.limit_bytes),
+            memory_bytes=float(np.exp(known.memory.means[row]) * self.pool.limit_bytes),
             fit_probability=float(chance[0]),
             improvement=float(_improvement(known, time, spread, chance)[0]),
             reason=reason,
         )
+
+
+def _same(first: Sequence[Seen], second: Sequence[Seen]) -> bool:
+    return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
 
 
 _UNPROVED = (

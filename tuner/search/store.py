@@ -240,7 +240,7 @@ def open_storage(url: str) -> optuna.storages.BaseStorage:
         from optuna.storages.journal import JournalFileBackend
 
         return optuna.storages.JournalStorage(JournalFileBackend(url))
-    if not url.startswith("sqlite:"):
+    if not url.startswith("sqlite:///") or ":memory:" in url:
         return optuna.storages.get_storage(url)
     from sqlalchemy import event
 
