@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from trainables.errors import TrialSpecError
+from trainables.megatron_core.hybrid import build_hybrid_chunk, is_hybrid
 from trainables.megatron_core.weights import initialize_weights
 
 if TYPE_CHECKING:
@@ -67,11 +69,13 @@ def build_training_state(plan: BuildPlan, *, initialize: bool = True) -> Trainin
 
 
 def build_model_chunk(plan: BuildPlan, config: Any, index: int) -> GPTModel:
-    """The bare `GPTModel` of one virtual pipeline stage of this rank."""
+    """The bare model, most often a `GPTModel`, of one virtual pipeline stage of this rank."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
     stage = index if plan.layout.num_model_chunks > 1 else None
+    if is_hybrid(plan):
+        return _on_device(plan, _hybrid_chunk(plan, config, stage))
     model = GPTModel(
         config=config,
         transformer_layer_spec=block_spec(plan, config, stage),
@@ -85,6 +89,22 @@ def build_model_chunk(plan: BuildPlan, config: Any, index: int) -> GPTModel:
     )
     if not plan.use_transformer_engine:
         _unmark_expert_biases(model)
+    return _on_device(plan, model)
+
+
+def _hybrid_chunk(plan: BuildPlan, config: Any, stage: int | None) -> Any:
+    from megatron.core import parallel_state
+
+    return build_hybrid_chunk(
+        plan,
+        config,
+        stage=stage,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+    )
+
+
+def _on_device(plan: BuildPlan, model: Any) -> Any:
     if plan.device == "cuda":
         import torch
 
@@ -93,7 +113,12 @@ def build_model_chunk(plan: BuildPlan, config: Any, index: int) -> GPTModel:
 
 
 def block_spec(plan: BuildPlan, config: Any, stage: int | None) -> Any:
-    """The layer specification of one pipeline stage, mixed dense and expert layers included."""
+    """The layer specification of one pipeline stage, mixed dense and expert layers included.
+
+    Raises TrialSpecError for linear attention without Transformer Engine.
+    """
+    if getattr(config, "experimental_attention_variant", None) is not None:
+        return _variant_spec(plan, config, stage)
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     spec = get_gpt_decoder_block_spec(
@@ -104,6 +129,19 @@ def block_spec(plan: BuildPlan, config: Any, stage: int | None) -> Any:
         vp_stage=stage,
     )
     return spec if plan.use_transformer_engine else with_memory_lean_layers(spec)
+
+
+def _variant_spec(plan: BuildPlan, config: Any, stage: int | None) -> Any:
+    """The layers of one pipeline stage of a model with linear attention."""
+    if not plan.use_transformer_engine:
+        raise TrialSpecError(
+            "experimental_attention_variant needs Transformer Engine and the kernels of fla, and "
+            "so a CUDA device; unset it on the CPU"
+        )
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+
+    make = variants.get_transformer_block_with_experimental_attention_variant_spec
+    return make(config, vp_stage=stage)
 
 
 def _unmark_expert_biases(model: GPTModel) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from trainables.errors import TrialSpecError
 from trainables.megatron_core.graphs import translate_cuda_graph_fields
+from trainables.megatron_core.hybrid import PATTERN
 from trainables.megatron_core.layout import Layout
 from tuner.measurement import TrialSpec
 
@@ -28,8 +29,9 @@ _MODEL_ARGUMENTS = (
     "fp16_lm_cross_entropy",
     "seq_len_interpolation_factor",
     "scatter_embedding_sequence_parallel",
+    PATTERN,
 )
-"""Arguments of `GPTModel.__init__` that a trial may set."""
+"""Arguments of `GPTModel.__init__`, or of the hybrid model's, that a trial may set."""
 
 _RUN_FIELDS = (
     "micro_batch_size",

@@ -111,4 +111,4 @@ def unwrapped(model: Any) -> Any:
 
 
 def _reads_data(model: Any) -> bool:
-    return bool(model.pre_process or model.post_process or model.mtp_process)
+    return bool(model.pre_process or model.post_process or getattr(model, "mtp_process", False))

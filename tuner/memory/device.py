@@ -189,8 +189,11 @@ def _cuda_is_there(recorder: Recorder, capability: tuple[int, int]) -> Iterator[
 
 @contextmanager
 def _tensors_move() -> Iterator[None]:
-    """Moves to CUDA, and `torch.tensor` on it, which a build without CUDA refuses."""
-    make = torch.tensor
+    """Moves to CUDA, and `torch.tensor` on it, which a build without CUDA refuses.
+
+    ssm/gated_delta_net.py fills a parameter by `torch.ones` with both a device and `out`.
+    """
+    make, make_ones = torch.tensor, torch.ones
 
     def to_device(self: Any, *args: object, **kwargs: object) -> Any:
         return self if self.is_meta else self.to("meta")
@@ -201,13 +204,18 @@ def _tensors_move() -> Iterator[None]:
             return values
         return values.to("meta").requires_grad_(values.requires_grad)
 
+    def ones(*args: Any, out: Any = None, device: Any = None, **kwargs: Any) -> Any:
+        if out is not None:  # its device is taken for another one
+            return make_ones(*args, out=out, **kwargs)
+        return make_ones(*args, device=device, **kwargs)
+
     def stay(self: Any, *args: object, **kwargs: object) -> Any:
         return self
 
     with (
         replaced(torch.Tensor, cuda=to_device, pin_memory=stay),
         replaced(torch.nn.Module, cuda=_module_to_device),
-        replaced(torch, tensor=tensor),
+        replaced(torch, tensor=tensor, ones=ones),
     ):
         yield
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from trainables.megatron_core.cpu_device import replaced
 from tuner.memory import issue
@@ -49,10 +49,44 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
             isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
         )
         if differentiated:
-            return _Fused.apply(function, structure, *leaves)
+            own = _parameters_read(function, args, kwargs)
+            return _Fused.apply(function, structure, len(own), *leaves, *own)
         return _in_one_kernel(function, leaves, structure)
 
     return run
+
+
+_read: dict[Any, tuple[torch.Tensor, ...]] = {}
+
+
+def _parameters_read(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
+    """Parameters of its module that a method uses, which get gradients as its arguments do."""
+    recorder = active_recorder()
+    module = args[0] if args else None
+    if recorder is None or not isinstance(module, torch.nn.Module):
+        return ()
+    key = (function, id(module))
+    if key not in _read:
+        plain = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        paused, recorder.paused = recorder.paused, True
+        try:
+            with torch.enable_grad():
+                outputs, _ = tree_flatten(function(*plain[0], **plain[1]))
+        finally:
+            recorder.paused = paused
+        graph = [item.grad_fn for item in outputs if isinstance(item, torch.Tensor)]
+        found: dict[int, torch.Tensor] = {}
+        while graph:
+            node = graph.pop()
+            if node is None:
+                continue
+            if hasattr(node, "variable"):
+                found[id(node.variable)] = node.variable
+            graph += [following for following, _ in node.next_functions]
+        _read[key] = tuple(found.values())
+    return _read[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +173,8 @@ def _signature(leaf: Any) -> Any:
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Any, structure: Any, *leaves: Any) -> Any:
-        result = _in_one_kernel(function, leaves, structure)
+    def forward(ctx: Any, function: Any, structure: Any, own: int, *leaves: Any) -> Any:
+        result = _in_one_kernel(function, leaves[: len(leaves) - own], structure)
         ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
         ctx.tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         return result
@@ -150,10 +184,10 @@ class _Fused(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         grads = [
             _like(next(saved), needed) if is_tensor else None
-            for is_tensor, needed in zip(ctx.tensors, ctx.needs_input_grad[2:], strict=True)
+            for is_tensor, needed in zip(ctx.tensors, ctx.needs_input_grad[3:], strict=True)
         ]
         issue.touched(*ctx.saved_tensors, *gradients, *grads)
-        return (None, None, *grads)
+        return (None, None, None, *grads)
 
 
 def _like(tensor: torch.Tensor, needed: bool) -> torch.Tensor | None:
@@ -195,4 +229,21 @@ def bias_dropout_add(x_with_bias: Any, residual: torch.Tensor, prob: float) -> t
     return result
 
 
-_SPECIAL: dict[str, Callable[..., Any]] = {"bias_dropout_add_fused_train": bias_dropout_add}
+def _gated(normed: torch.Tensor, gate: torch.Tensor, activation: Any, dtype: Any) -> torch.Tensor:
+    return (normed * activation(gate.float())).to(dtype)
+
+
+_gate = fused(_gated)
+
+
+def gated_norm(layer: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """ssm/gated_delta_net.py `_apply_gated_norm`: Transformer Engine's norm breaks the graph."""
+    normed = layer.out_norm(x.reshape(-1, x.shape[-1]))
+    result: torch.Tensor = _gate(normed, gate.reshape(-1, gate.shape[-1]), layer.act_fn, x.dtype)
+    return result
+
+
+_SPECIAL: dict[str, Callable[..., Any]] = {
+    "bias_dropout_add_fused_train": bias_dropout_add,
+    "_apply_gated_norm": gated_norm,
+}

@@ -62,8 +62,10 @@ class _Attention(torch.autograd.Function):
         gradient = gradients[0].contiguous()
         low = allocate(gradient.shape, torch.uint8)
         issue.touched(gradient, low, kind="quantize")
-        views = [torch.empty(shape, dtype=ctx.dtype, device="meta") for shape in ctx.shapes]
-        record(False, *views, ctx.mask, recipe=ctx.recipe)
+        query, key, value = (
+            torch.empty(shape, dtype=ctx.dtype, device="meta") for shape in ctx.shapes
+        )
+        record(False, query, key, value, ctx.mask, recipe=ctx.recipe)
         if not ctx.recipe.delayed():
             if ctx.interleaved:
                 shape = (*ctx.shapes[0][:-1], 3, ctx.shapes[0][-1])

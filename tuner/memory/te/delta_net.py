@@ -124,11 +124,41 @@ def l2norm(x: torch.Tensor, **options: Any) -> torch.Tensor:
     return result
 
 
+class _Convolution(torch.autograd.Function):
+    """Causal convolution with its activation over `[b, s, d]`: keeps the input."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+        inputs = inputs.contiguous()
+        output = allocate(inputs.shape, inputs.dtype)
+        ctx.save_for_backward(inputs, weight, bias)
+        issue.touched(inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        inputs, weight, bias = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        before_activation = allocate(inputs.shape, inputs.dtype)
+        result = allocate(inputs.shape, inputs.dtype)
+        issue.touched(inputs, gradient, before_activation, result)
+        del before_activation
+        bias_gradient = None if bias is None else allocate(bias.shape, bias.dtype)
+        return result, allocate(weight.shape, weight.dtype), bias_gradient
+
+
+def causal_conv1d(
+    x: torch.Tensor, weight: torch.Tensor, bias: Any = None, **options: Any
+) -> tuple[torch.Tensor, None]:
+    return _Convolution.apply(x, weight, bias), None
+
+
 def modules() -> dict[str, dict[str, Any]]:
     """Names of every module of the stand-in, by module."""
     return {
         "fla": {"__version__": "0.4.0"},
         "fla.modules": {},
+        "fla.modules.convolution": {"causal_conv1d": causal_conv1d},
         "fla.modules.l2norm": {"l2norm": l2norm},
         "fla.ops": {},
         "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
