@@ -1,0 +1,274 @@
+"""Measured steps that rates are fitted to: published rows and a study's own trials.
+
+`predictor` makes of them what `tuner.timing.fitting` needs: their step times by the model as a
+function of the rates. Kernels do not depend on rates, so they are read once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tuner.errors import InputError
+from tuner.measurement import Outcome, TrialResult, TrialSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from tuner.hardware import Gpu
+    from tuner.timing.calibration import Calibration
+    from tuner.timing.fitting import Predict
+    from tuner.timing.rates import Rates
+
+CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A step that was timed. `document` is what `tuner estimate` takes; `gpu` may be "cpu"."""
+
+    id: str
+    document: Mapping[str, Any]
+    step_time_s: float
+
+    @classmethod
+    def of_trial(
+        cls,
+        spec: TrialSpec,
+        step_time_s: float,
+        *,
+        gpu: str = CPU,
+        gpus_per_node: int | None = None,
+        id: str = "trial",
+    ) -> Observation:
+        """A trial of a study; `gpu` and `gpus_per_node` are the cluster's."""
+        document = {
+            "model": dict(spec.model),
+            "config": dict(spec.config),
+            "world_size": spec.world_size,
+            "seq_length": spec.seq_length,
+            "global_batch_size": spec.global_batch_size,
+            "precision": spec.precision,
+            "gpu": gpu,
+            "gpus_per_node": gpus_per_node,
+        }
+        return cls(id, document, step_time_s)
+
+    @property
+    def gpu(self) -> str:
+        """The name of the GPU."""
+        return str(self.document["gpu"])
+
+    @property
+    def precision(self) -> str:
+        """Arithmetic of the products: the FP8 or FP4 recipe where there is one."""
+        config = self.document["config"]
+        if config.get("fp4"):
+            return "nvfp4"
+        if config.get("fp8"):
+            return "fp8_" + str(config.get("fp8_recipe") or "delayed")
+        return str(self.document.get("precision", "bf16"))
+
+
+@dataclass(frozen=True, slots=True)
+class Observations:
+    """What a file or a study holds, and what of it cannot be used: (id, reason)."""
+
+    usable: tuple[Observation, ...]
+    skipped: tuple[tuple[str, str], ...]
+
+
+def read_observations(path: Path) -> Observations:
+    """Steps of a study directory or of rows in the published schema.
+
+    Raises InputError for what is neither.
+    """
+    if path.is_dir():
+        return _of_study(path)
+    if not path.exists():
+        raise InputError("there is no such file or study", where=str(path))
+    return _of_rows(path)
+
+
+def _of_study(path: Path) -> Observations:
+    from tuner.job import load_job
+    from tuner.study_dir import open_study_directory
+
+    cluster = load_job(open_study_directory(path).job_path).cluster
+    gpu = CPU if cluster.device == "cpu" else cluster.gpu
+    if gpu is None:
+        raise InputError("names no GPU", where=str(path), field="cluster.gpu", fix="set it")
+    usable, skipped = [], []
+    for folder in sorted((path / "trials").glob("*")):
+        spec, result = folder / "spec.json", folder / "result.json"
+        if not (spec.exists() and result.exists()):
+            continue
+        ended = TrialResult.from_json(json.loads(result.read_text()))
+        if ended.outcome is not Outcome.COMPLETED or ended.measurement is None:
+            skipped.append((folder.name, f"ended as {ended.outcome}"))
+            continue
+        usable.append(
+            Observation.of_trial(
+                TrialSpec.from_json(json.loads(spec.read_text())),
+                ended.measurement.step_time_s,
+                gpu=gpu,
+                gpus_per_node=cluster.gpus_per_node,
+                id=folder.name,
+            )
+        )
+    return Observations(tuple(usable), tuple(skipped))
+
+
+def _of_rows(path: Path) -> Observations:
+    from tuner.validation.conversion import launch_of
+    from tuner.validation.launch import UnmodelledError
+    from tuner.validation.published import read_rows
+
+    usable, skipped = [], []
+    for row in read_rows(path):
+        seconds = step_time_of(row)
+        if seconds is None:
+            skipped.append((row["id"], "no step time, token rate or FLOP rate is published"))
+            continue
+        try:
+            launch = launch_of(row)
+        except UnmodelledError as error:
+            skipped.append((row["id"], str(error)))
+            continue
+        if launch.framework:
+            skipped.append((row["id"], "another framework than Megatron-Core"))
+            continue
+        document = launch.to_json()
+        if launch.link_domain_gpus:
+            document["link_domain_gpus"] = launch.link_domain_gpus
+        usable.append(Observation(row["id"], document, seconds))
+    return Observations(tuple(usable), tuple(skipped))
+
+
+def step_time_of(row: Mapping[str, Any]) -> float | None:
+    """Seconds of a step that a published row states, or that its token rate means."""
+    measured = row["measured"]
+    if measured.get("step_time_ms"):
+        return float(measured["step_time_ms"]) * 1e-3
+    rate, sizes = measured.get("tokens_per_s_per_gpu"), ("gbs", "seq_length", "num_gpus")
+    if rate and all(row.get(name) for name in sizes):
+        return float(row["gbs"] * row["seq_length"] / (rate * row["num_gpus"]))
+    return None
+
+
+def predictor(observations: Sequence[Observation], calibration: Calibration) -> Predict:
+    """Step times of observations as a function of the rates, `[observation]`.
+
+    The calibration's device stands in for GPUs that no data sheet describes. Raises
+    UnsupportedError or InputError, naming the observation, for steps that the model cannot time.
+    """
+    cases = [_Case.of(one, calibration) for one in observations]
+    groups: dict[Any, list[int]] = {}
+    for index, case in enumerate(cases):
+        groups.setdefault(case.shared, []).append(index)
+
+    def predict(rates: Rates) -> NDArray[np.float64]:
+        seconds = np.zeros(len(cases))
+        for indices in groups.values():
+            seconds[indices] = _step_seconds([cases[i] for i in indices], rates)
+        return seconds
+
+    return predict
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """An observation made ready: its candidate, its machine and the kernels of its units."""
+
+    candidate: Any
+    model: Any
+    gpu: Gpu
+    links: Any
+    world_size: int
+    global_batch_size: int
+    kernels: Any
+    plain_kernels: Any
+    cores: int | None
+
+    @classmethod
+    def of(cls, observation: Observation, calibration: Calibration) -> _Case:
+        from tuner.estimation import EstimateRequest
+        from tuner.timing.microbench_ranks import cores
+        from tuner.timing.topology import Links
+
+        document = dict(observation.document)
+        own = calibration.measured_device() if observation.gpu == CPU else None
+        if observation.gpu == CPU:
+            if own is None:
+                raise InputError(
+                    "has no figures of a CPU", field="device", fix="run tuner calibrate measure"
+                )
+            document["gpu"] = "h100"  # shapes of a request do not depend on it
+        try:
+            request = EstimateRequest.from_document(document)
+        except InputError as error:
+            raise error.at(observation.id) from None
+        gpu = own or request.gpu
+        return cls(
+            candidate=request.candidate,
+            model=request.model,
+            gpu=gpu,
+            links=Links.of(
+                gpu,
+                gpus_per_node=request.gpus_per_node,
+                link_domain_gpus=document.get("link_domain_gpus"),
+            ),
+            world_size=request.world_size,
+            global_batch_size=request.global_batch_size,
+            kernels=_kernels(request, request.candidate, local=own is not None),
+            plain_kernels=_kernels(request, _without_recompute(request), local=own is not None),
+            cores=None if own is None else cores(),
+        )
+
+    @property
+    def shared(self) -> Any:
+        """Cases with equal values are timed together."""
+        model = json.dumps(self.model.to_flat(), sort_keys=True, default=str)
+        return model, self.gpu.name, self.links, self.world_size, self.global_batch_size
+
+
+def _without_recompute(request: Any) -> Any:
+    from tuner.memory.profile import without_recompute
+
+    candidate = request.candidate
+    return without_recompute(candidate) if candidate.recompute_method == "block" else candidate
+
+
+def _kernels(request: Any, candidate: Any, *, local: bool) -> Any:
+    from tuner.timing.units import model_kernels
+
+    options = {"layers": "local"} if local else {"architecture": request.gpu.architecture}
+    return model_kernels(
+        request.model,
+        candidate,
+        seq_length=request.seq_length,
+        precision=request.precision,
+        **options,
+    )
+
+
+def _step_seconds(cases: Sequence[_Case], rates: Rates) -> NDArray[np.float64]:
+    from tuner.timing.passes import Machine
+    from tuner.timing.step import TimeTable, step_times
+
+    first = cases[0]
+    machine = Machine(first.gpu, first.links, rates, first.world_size, first.cores)
+    table = TimeTable(first.model, machine)
+    times = step_times(
+        [case.candidate for case in cases],
+        [table.row(case.kernels, case.candidate) for case in cases],
+        [table.row(case.plain_kernels, case.candidate) for case in cases],
+        table,
+        global_batch_size=first.global_batch_size,
+    )
+    return times.step_s
