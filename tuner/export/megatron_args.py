@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from tuner.export import shell
-from tuner.export.megatron_fields import tokens_of
+from tuner.export.arguments import arguments
+from tuner.export.megatron_fields import RENAMED, tokens_of
 from tuner.export.result import Exported, Settings, exporter
+from tuner.models import ModelSpec
 
 _NEEDED_POSITIONS = "max_position_embeddings"
 
@@ -33,11 +36,7 @@ def megatron_args(settings: Settings) -> Exported:
 
 def _fields(settings: Settings) -> dict[str, Any]:
     """The candidate's fields over the architecture, and what the command line asks for besides."""
-    architecture = {
-        name: value
-        for name, value in settings.model.items()
-        if value is not None and not _is_unread(name, settings.model)
-    }
+    architecture = _architecture(settings) if settings.model else {}
     fields = {**architecture, **settings.fields}
     if settings.precision in ("bf16", "fp16"):
         fields.setdefault(settings.precision, True)
@@ -49,6 +48,23 @@ def _fields(settings: Settings) -> dict[str, Any]:
     return fields
 
 
+def _architecture(settings: Settings) -> dict[str, Any]:
+    """Architecture fields whose value the command line would not take by itself."""
+    given = settings.model
+    defaults = {f.name: f.default for f in dataclasses.fields(ModelSpec)}
+    known = arguments(settings.mcore)
+    found: dict[str, Any] = {}
+    for name, default in defaults.items():
+        value = given.get(name, default)
+        if name == "name" or value in (None, dataclasses.MISSING) or _is_unread(name, given):
+            continue
+        options = known.get(RENAMED.get(name, name))
+        if name in given or name == _TIED or (options and options[0].default != value):
+            found[name] = value
+    return found
+
+
+_TIED = "share_embeddings_and_output_weights"
 _MLA_ONLY = frozenset(
     (
         *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tuner.constraints.fields import catalogue
 from tuner.export.arguments import Argument, arguments
 from tuner.export.result import CannotExpressError
 
@@ -85,12 +86,20 @@ def plain_tokens(dest: str, value: Any, mcore: str) -> list[str]:
     """The option of a destination with a value. Raises CannotExpressError without one."""
     rows = arguments(mcore).get(dest)
     if not rows:
+        if _is_core_default(dest, value, mcore):
+            return []
         raise CannotExpressError(f"Megatron-LM {mcore} has no option for it")
     for argument in rows:
         words = _spell(argument, value)
         if words is not None:
             return words
     raise CannotExpressError(f"no option of Megatron-LM {mcore} makes it {value!r}")
+
+
+def _is_core_default(name: str, value: Any, mcore: str) -> bool:
+    """Whether Megatron-Core has the value where nothing is said."""
+    known = catalogue().get(name)
+    return known is not None and mcore in known.default and known.default[mcore] == value
 
 
 def _spell(argument: Argument, value: Any) -> list[str] | None:

@@ -1,0 +1,1 @@
+"""Applies exported settings to the real packages and says what they then hold."""
