@@ -1,8 +1,7 @@
 """Rows of Hagemann et al. 2023 (arXiv:2311.05610): layout sweeps on A100 with OOM outcomes.
 
-Their framework is in-house: Megatron-style tensor and pipeline parallelism with ZeRO-1. What
-their sheets leave open (vocabulary, batch size, gradient type) is in the rows' `inferred_fields`
-or assumed here.
+They ran Aleph Alpha's framework, whose dry run is `tuner.validation.scaling`. What their sheets
+leave open (batch size, vocabulary, GPU) is in the rows' `inferred_fields`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tuner.validation.launch import Launch, UnmodelledError
+from tuner.validation.scaling.settings import FLASH_1, FLASH_2, FUSED, TORCH, ScalingRun
 
 _MODEL = {
     "normalization": "RMSNorm",
@@ -31,46 +31,70 @@ _SIZES = (
     "kv_channels",
     "vocab_size",
 )
+_CHECKPOINTING = {"disabled": False, "none": False, "every_layer": True}
 _ASSUMPTIONS = (
-    "in-house framework taken as Megatron-Core with local layers",
-    "gradients accumulated in 16 bits: 14 G parameters ran unsharded on 80 GB",
+    "Aleph Alpha's framework as published in 2024; the runs are of 2023",
+    "communicators as Megatron-Core opens them",
 )
 
 
 def hagemann_launch(row: Mapping[str, Any]) -> Launch:
     """The launch of a layout-sweep row."""
     arch, extra = row["arch"], row.get("extra_config") or {}
-    kernel = str(extra.get("kernel") or "")
-    checkpointing = str(extra.get("activation_checkpointing_type") or "disabled")
-    config: dict[str, Any] = {
-        "tensor_model_parallel_size": row["tp"],
-        "pipeline_model_parallel_size": row["pp"],
-        "micro_batch_size": row["mbs"],
-        "sequence_parallel": bool(row.get("sequence_parallel")) and row["tp"] > 1,
-        "use_distributed_optimizer": True,
-        "grad_reduce_in_fp32": False,
-        "apply_rope_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "cross_entropy_loss_fusion": False,
-        "create_attention_mask_in_dataloader": False,
-        "attention_backend": "flash" if "flash" in kernel.lower() else "unfused",
-    }
-    if checkpointing == "every_layer":
-        config |= {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    elif checkpointing not in ("disabled", "None"):
-        raise UnmodelledError(f"activation checkpointing {checkpointing!r} is not known")
+    if arch["num_query_groups"] != arch["num_attention_heads"]:
+        raise UnmodelledError("grouped-query attention is not in the framework's dry run")
     return Launch(
         model=_MODEL | {name: arch[name] for name in _SIZES if arch.get(name)},
-        config=config,
+        config={
+            "tensor_model_parallel_size": row["tp"],
+            "pipeline_model_parallel_size": row["pp"],
+            "micro_batch_size": row["mbs"],
+            "sequence_parallel": bool(row.get("sequence_parallel")) and row["tp"] > 1,
+            "use_distributed_optimizer": True,
+            "grad_reduce_in_fp32": False,
+        },
         world_size=row["num_gpus"],
         seq_length=row["seq_length"],
         global_batch_size=row["gbs"],
         gpu=row["gpu"],
+        framework=_settings(row, extra),
         assumptions=_ASSUMPTIONS,
     )
+
+
+def _settings(row: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `ScalingRun`; enough micro-batches to fill the pipeline and its buffers."""
+    arch, kernel = row["arch"], str(extra.get("kernel") or "")
+    checkpointing = str(extra.get("activation_checkpointing_type") or "disabled").lower()
+    if checkpointing not in _CHECKPOINTING:
+        raise UnmodelledError(f"activation checkpointing {checkpointing!r} is not known")
+    data_ranks = row["num_gpus"] // (row["tp"] * row["pp"])
+    run = ScalingRun(
+        layers=arch["num_layers"],
+        hidden=arch["hidden_size"],
+        intermediate=arch["ffn_hidden_size"],
+        heads=arch["num_attention_heads"],
+        vocabulary=arch["vocab_size"],
+        sequence=row["seq_length"],
+        batch=row["mbs"],
+        tensor_ranks=row["tp"],
+        stages=row["pp"],
+        data_ranks=data_ranks,
+        micro_batches=max(1, min(row["gbs"] // (row["mbs"] * data_ranks), row["pp"] + 1)),
+        attention=_attention(kernel),
+        fused_norm="rms" in kernel.lower(),
+        checkpoint_layers=_CHECKPOINTING[checkpointing],
+        sequence_parallel=bool(row.get("sequence_parallel")) and row["tp"] > 1,
+    )
+    return run.to_json()
+
+
+def _attention(kernel: str) -> str:
+    name = kernel.lower().replace(" ", "").split("+")[0]
+    if "flash" in name:
+        return FLASH_2 if name.endswith("2") or "v2" in name else FLASH_1
+    if name == "torch":
+        return TORCH
+    if name in ("fused", "megatron"):
+        return FUSED
+    raise UnmodelledError(f"attention kernel {kernel!r} is not known")

@@ -17,7 +17,8 @@ class Launch:
 
     `model` and `config` are flat mappings of Megatron-Core field names. `precision` is "bf16",
     "fp16" or "fp32"; FP8 and FP4 recipes stand in `config` (`fp8`, `fp8_recipe`, ...).
-    `assumptions` lists what was not published and how it was filled in.
+    `framework` holds the settings of a run on another framework than Megatron-Core, which has a dry
+    run of its own; `assumptions` lists what was not published and how it was filled in.
     """
 
     model: Mapping[str, Any]
@@ -31,11 +32,12 @@ class Launch:
     link_domain_gpus: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     te_version: str | None = None
+    framework: Mapping[str, Any] | None = None
     assumptions: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The document `tuner estimate` takes."""
-        return {
+        document: dict[str, Any] = {
             "model": dict(self.model),
             "config": dict(self.config)
             | ({"env": dict(self.environment)} if self.environment else {}),
@@ -45,4 +47,9 @@ class Launch:
             "gpu": self.gpu,
             "gpus_per_node": self.gpus_per_node,
             "precision": self.precision,
-        } | ({"te_version": self.te_version} if self.te_version else {})
+        }
+        if self.te_version:
+            document["te_version"] = self.te_version
+        if self.framework:
+            document["framework"] = dict(self.framework)
+        return document

@@ -6,8 +6,9 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
 from tuner.errors import InputError
@@ -23,6 +24,9 @@ from tuner.validation.published import (
     source_of,
 )
 from tuner.validation.statistics import outcome_summary, relative_error, summary, summary_by
+
+if TYPE_CHECKING:
+    from tuner.memory.trace import Trace
 
 Estimator = Callable[[Launch, "list[int]"], Mapping[str, Any]]
 """Gives the estimate document of a launch, for these ranks."""
@@ -156,11 +160,25 @@ def estimate_launch(launch: Launch, ranks: list[int]) -> Mapping[str, Any]:
     """
     from tuner.estimation import estimate
 
+    if launch.framework is not None:
+        trace_of = partial(other_framework_trace, launch.framework)
+        return estimate(launch.to_json(), ranks=ranks, trace_of=trace_of)
     known, unknown = _known_fields(launch.config)
     document = estimate(dataclasses.replace(launch, config=known).to_json(), ranks=ranks)
     if unknown:
         document["assumptions"]["fields_left_out"] = unknown
     return document
+
+
+def other_framework_trace(
+    settings: Mapping[str, Any], request: EstimateRequest, rank: int
+) -> Trace:
+    """The trace of a rank of a run on another framework."""
+    from tuner.validation.scaling import ScalingRun, record_rank
+
+    stages = request.candidate.pipeline_model_parallel_size
+    stage = rank // (request.world_size // stages)
+    return record_rank(ScalingRun(**settings), stage, request.gpu.architecture)
 
 
 def _known_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -182,6 +200,8 @@ def _known_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 def ranks_of(launch: Launch, measured: MeasuredMemory) -> list[int]:
     """The ranks whose peak was published."""
+    if launch.framework is not None:
+        return sorted({0, launch.world_size - 1} if launch.framework["stages"] > 1 else {0})
     if measured.rank == LAST:
         return [launch.world_size - 1]
     if measured.rank == FIRST and measured.allocated_bytes is not None:
