@@ -24,6 +24,14 @@ app = typer.Typer(
 )
 
 
+calibrate = typer.Typer(
+    name="calibrate",
+    help="Teach the model of step time what a machine sustains.",
+    no_args_is_help=True,
+)
+app.add_typer(calibrate)
+
+
 class OutputFormat(str, Enum):
     """How a command prints its answer."""
 
@@ -138,6 +146,58 @@ def run(
     from tuner.commands.run import run_one
 
     raise typer.Exit(run_one(config, folder, as_json=output is OutputFormat.JSON))
+
+
+@calibrate.command("measure")
+def calibrate_measure(
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU type, where its own name is not known.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="What the file is for; default: bf16, fp32 on a CPU.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks in collectives; default: all GPUs, 4 on a CPU.")
+    ] = None,
+    scale: Annotated[
+        float, typer.Option(min=0.01, max=100.0, help="Stretch the time spent measuring.")
+    ] = 1.0,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the calibration file there.")
+    ] = None,
+    output: Format = OutputFormat.TEXT,
+) -> None:
+    """Measure this machine: products, attention, copies, launches, collectives."""
+    from tuner.commands.calibrate import run_measure
+
+    as_json = output is OutputFormat.JSON
+    raise typer.Exit(run_measure(device, gpu, precision, ranks, scale, out, as_json=as_json))
+
+
+@calibrate.command("fit")
+def calibrate_fit(
+    data: Annotated[
+        Path, typer.Argument(help="Measured runs, one JSON object per line, or a study directory.")
+    ],
+    start: Annotated[
+        Path | None, typer.Option("--start", help="Calibration file to start from.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="Only steps of this GPU.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Only steps of this precision, e.g. bf16 or fp8_mxfp8.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the calibration file there.")
+    ] = None,
+    output: Format = OutputFormat.TEXT,
+) -> None:
+    """Fit the rates of a machine to measured steps."""
+    from tuner.commands.calibrate import run_fit
+
+    raise typer.Exit(run_fit(data, start, gpu, precision, out, as_json=output is OutputFormat.JSON))
 
 
 @app.command("job-schema")
