@@ -56,6 +56,11 @@ _ARCH_FIELDS = (
     "v_head_dim",
     "share_embeddings_and_output_weights",
     "add_bias_linear",
+    "moe_latent_size",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
 )
 _FAMILY_DEFAULTS = {
     "normalization": "RMSNorm",
@@ -63,6 +68,8 @@ _FAMILY_DEFAULTS = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
+_HYBRID_DEFAULTS = {"position_embedding_type": "none", "add_bias_linear": False}
+"""Of Bridge's `HybridModelProvider`."""
 _EXTRA_PREFIXES = ("mixed_precision.", "optimizer.", "ddp.", "model.", "comm_overlap.")
 _NOT_FIELDS = ("attention", "expert_dp", "grouped_gemm", "recipe", "mtp_num_layers", "nccl_ub")
 _ENVIRONMENT = re.compile(r"^[A-Z][A-Z0-9_]+$")
@@ -112,8 +119,6 @@ def _recipe(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _model(row: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
     arch = {name: value for name, value in row["arch"].items() if value is not None}
-    if arch.get("hybrid_pattern"):
-        raise UnmodelledError("hybrid layers are not described by a model spec")
     model = _catalogue_model(recipe.get("catalogue") or str(row["model"]))
     if not arch and not model:
         raise UnmodelledError("the architecture is not published")
@@ -122,6 +127,9 @@ def _model(row: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
         if "activation" in arch:
             model["activation_func"] = arch["activation"]
     model |= {name: arch[name] for name in _ARCH_FIELDS if name in arch}
+    if arch.get("hybrid_pattern"):
+        model |= {"hybrid_layer_pattern": arch["hybrid_pattern"], **_HYBRID_DEFAULTS}
+        model.pop("moe_layer_freq", None)
     if arch.get("mtp_layers"):
         model["mtp_num_layers"] = arch["mtp_layers"]
     if not model.get("multi_latent_attention"):

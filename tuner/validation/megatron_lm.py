@@ -56,6 +56,14 @@ _MODEL_OPTIONS = {
     "mscale": "mscale",
     "mscale-all-dim": "mscale_all_dim",
     "mtp-num-layers": "mtp_num_layers",
+    "mtp-use-repeated-layer": "mtp_use_repeated_layer",
+    "moe-latent-size": "moe_latent_size",
+    "hybrid-layer-pattern": "hybrid_layer_pattern",
+    "hybrid-override-pattern": "hybrid_override_pattern",
+    "mamba-state-dim": "mamba_state_dim",
+    "mamba-head-dim": "mamba_head_dim",
+    "mamba-num-groups": "mamba_num_groups",
+    "mamba-num-heads": "mamba_num_heads",
 }
 _CONFIG_OPTIONS = {
     option.replace("_", "-"): option
@@ -153,7 +161,8 @@ _POSITIVE_DEFAULTS = {
     "transformer_impl": "transformer_engine",
     "optimizer": "adam",
 }
-_HYBRID_OPTIONS = ("hybrid-layer-pattern", "hybrid-override-pattern", "is-hybrid-model", "spec")
+_KNOWN_SPECIFICATIONS = ("hybrid_stack_spec", "mamba_stack_spec")
+"""What `--spec` may name: the layers that hybrid models have anyway."""
 
 
 def model_fields(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,13 +170,9 @@ def model_fields(options: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises UnmodelledError for architectures that `ModelSpec` does not describe.
     """
-    for option in _HYBRID_OPTIONS:
-        if options.get(option):
-            raise UnmodelledError(f"hybrid layers (--{option}) are not described by a model spec")
-    if options.get("moe-latent-size"):
-        raise UnmodelledError(
-            "latent experts (--moe-latent-size) are not described by a model spec"
-        )
+    specification = str(options.get("spec") or "")
+    if specification and not specification.rstrip("]").endswith(_KNOWN_SPECIFICATIONS):
+        raise UnmodelledError(f"layers of one's own (--spec {specification}) are not modelled")
     fields = {
         field: _number(options[option])
         for option, field in _MODEL_OPTIONS.items()
@@ -185,6 +190,8 @@ def model_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     fields["share_embeddings_and_output_weights"] = not options.get(
         "untie-embeddings-and-output-weights", False
     )
+    if fields.get("hybrid_layer_pattern") or fields.get("hybrid_override_pattern"):
+        fields.pop("num_layers", None)  # validate_args counts the letters
     fields.setdefault("position_embedding_type", "learned_absolute")
     if fields["position_embedding_type"] == "rope":
         fields.pop("max_position_embeddings", None)

@@ -70,9 +70,15 @@ class TestMegatronLm:
     def test_layer_patterns_are_read(self, text, pattern):
         assert layer_frequency(text) == pattern
 
-    def test_hybrid_models_are_named_as_not_modelled(self):
-        with pytest.raises(UnmodelledError, match="hybrid"):
-            model_fields(OPTIONS | {"hybrid-layer-pattern": "M*"})
+    def test_the_layers_of_a_hybrid_model_are_those_of_its_pattern(self):
+        options = OPTIONS | {"hybrid-layer-pattern": "M*-M/*", "mamba-num-heads": 8}
+        fields = model_fields(options | {"spec": "[a.b hybrid_stack_spec]"})
+        assert fields["hybrid_layer_pattern"] == "M*-M/*"
+        assert "num_layers" not in fields
+
+    def test_layers_of_ones_own_are_named_as_not_modelled(self):
+        with pytest.raises(UnmodelledError, match="spec"):
+            model_fields(OPTIONS | {"spec": "[mine my_layers]"})
 
 
 def test_every_convertible_row_is_a_valid_model_and_candidate():
@@ -140,7 +146,6 @@ def test_bridge_rows_take_what_they_leave_out_from_the_recipe():
     ("identity", "reason"),
     [
         ("titan-0000", "torchtitan"),
-        ("mbridge-card-0046", "hybrid"),
         ("mbridge-card-0010", "LoRA"),
         ("mbridge-skill-0025", "not published"),
     ],
