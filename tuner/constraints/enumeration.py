@@ -53,6 +53,7 @@ def enumerate_valid(
     frontend: str = "mcore",
     capabilities: Capabilities | None = None,
     limit: int | None = None,
+    exclude: Sequence[Table] = (),
 ) -> Candidates:
     """Build every valid candidate of a space.
 
@@ -62,6 +63,7 @@ def enumerate_valid(
         fixed: the fields that do not vary.
         mcore, frontend, capabilities: as for `check`.
         limit: most rows to build at any point; None for no limit.
+        exclude: combinations that are no part of the space, besides those the rules refuse.
 
     Raises:
         InputError: an axis without values, a repeated axis, a condition on a later field, or more
@@ -72,7 +74,7 @@ def enumerate_valid(
     _require_axes(axes, fixed)
     values = {name: _values(name, choices, condition) for name, choices, condition in axes}
     tables = Tables(values, fixed, mcore=mcore, frontend=frontend, capabilities=capabilities)
-    stages = _stages(tables.tables, [name for name, _, _ in axes])
+    stages = _stages([*tables.tables, *exclude], [name for name, _, _ in axes])
     codes: dict[str, Any] = {}
     rows, expanded = 1, 0
     total = _count(axes, values, fixed)

@@ -102,6 +102,23 @@ class SearchSpace:
         for value in axis.values:
             yield from self._walk(depth + 1, {**chosen, axis.field: value})
 
+    def combinations(self) -> int:
+        """How many points `enumerate` gives, counted without building them."""
+        needed = {name for axis in self.axes for name, _ in axis.when}
+        states: dict[tuple[tuple[str, Value], ...], int] = {(): 1}
+        for axis in self.axes:
+            grown: dict[tuple[tuple[str, Value], ...], int] = {}
+            for state, count in states.items():
+                choices = axis.values if axis.enabled({**self.fixed, **dict(state)}) else ()
+                if axis.field in needed and choices:
+                    for value in choices:
+                        key = (*state, (axis.field, value))
+                        grown[key] = grown.get(key, 0) + count
+                else:
+                    grown[state] = grown.get(state, 0) + count * max(1, len(choices))
+            states = grown
+        return sum(states.values())
+
     def points(self, at_most: int, random: Random) -> list[dict[str, Value]]:
         """Every point in random order, or `at_most` random draws where there are more."""
         listed = list(itertools.islice(self.enumerate(), at_most + 1))
