@@ -1,4 +1,4 @@
-"""Marks in a trace where the units of a model begin and end: embedding, layers, head.
+"""Marks in a trace where the units of a model begin and end: embedding, layers, MTP, head.
 
 Forward ends are known by hooks. Backward ends are known by an identity in the graph before each
 layer, whose backward runs when the layer's has ended.
@@ -21,6 +21,8 @@ FORWARD_END = "forward end"
 BACKWARD_START = "backward start"
 BACKWARD_END = "backward end"
 HEAD_BACKWARD_END = "head backward end"
+MTP_FORWARD_END = "mtp forward end"
+MTP_BACKWARD_END = "mtp backward end"
 
 
 def layer_forward_start(layer: int) -> str:
@@ -66,8 +68,12 @@ def boundaries_marked(recorder: Recorder, model: Any) -> Iterator[None]:
     for number, layer in enumerate(model.decoder.layers):
         layer.register_forward_pre_hook(_before(recorder, number), with_kwargs=True)
         layer.register_forward_hook(_after(recorder, number))
-    model.decoder.final_layernorm.register_forward_pre_hook(
-        lambda module, args: (_Boundary.apply(args[0], recorder, HEAD_BACKWARD_END), *args[1:])
+    after_layers = HEAD_BACKWARD_END
+    if getattr(model, "mtp_process", False):
+        model.mtp.register_forward_hook(_after_mtp(recorder))
+        after_layers = MTP_BACKWARD_END
+    _final_norm(model.decoder).register_forward_pre_hook(
+        lambda module, args: (_Boundary.apply(args[0], recorder, after_layers), *args[1:])
     )
     with replaced(
         schedules,
@@ -75,6 +81,19 @@ def boundaries_marked(recorder: Recorder, model: Any) -> Iterator[None]:
         backward_step=marked(schedules.backward_step, BACKWARD_START, BACKWARD_END),
     ):
         yield
+
+
+def _final_norm(decoder: Any) -> Any:
+    """The norm after the last layer; hybrid models name it otherwise (ssm/mamba_block.py)."""
+    return getattr(decoder, "final_layernorm", None) or decoder.final_norm
+
+
+def _after_mtp(recorder: Recorder) -> Any:
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        recorder.mark(MTP_FORWARD_END)
+        return _Boundary.apply(output, recorder, HEAD_BACKWARD_END)
+
+    return hook
 
 
 def _before(recorder: Recorder, number: int) -> Any:
@@ -100,3 +119,51 @@ def _after(recorder: Recorder, number: int) -> Any:
             recorder.mark(layer_forward_end(number))
 
     return hook
+
+
+def parameters_by_unit(model: Any) -> dict[str, list[int]]:
+    """Dense and expert parameters of each unit, and the bytes of its weights.
+
+    Units are "embedding", "layer N", "mtp" and "head".
+    """
+    counts: dict[str, list[int]] = {"embedding": [0, 0, 0], "head": [0, 0, 0]}
+    for name, parameter in model.named_parameters():
+        expert = not getattr(parameter, "allreduce", True)
+        unit = counts.setdefault(_unit_of(name), [0, 0, 0])
+        unit[expert] += parameter.numel()
+        unit[2] += sum(part.numel() * part.element_size() for part in _parts(parameter))
+    return counts
+
+
+def low_precision_weights(model: Any, recorder: Recorder) -> list[int]:
+    """The blocks that hold weights in low precision."""
+    parts = [part for p in model.parameters() if hasattr(p, "copy") for part in _parts(p)]
+    blocks = [recorder.block_of(part) for part in parts]
+    return [block for block in blocks if block is not None]
+
+
+def _parts(parameter: Any) -> list[torch.Tensor]:
+    """The tensors that hold a weight: its rows, columns and scales in low precision."""
+    return list(parameter.copy.tensors) if hasattr(parameter, "copy") else [parameter]
+
+
+def placeholders_by_unit(model: Any) -> dict[str, dict[str, int]]:
+    """Bytes of the placeholder gradients that the weights of each unit share, by shape."""
+    from tuner.memory.te.state import process
+
+    found: dict[str, dict[str, int]] = {}
+    for name, parameter in model.named_parameters():
+        unit = _unit_of(name)
+        key = (*parameter.shape, parameter.dtype)
+        if unit != "embedding" and key in process.dummy_gradients:
+            size = parameter.numel() * parameter.element_size()
+            found.setdefault(unit, {})[str(key)] = size
+    return found
+
+
+def _unit_of(name: str) -> str:
+    """The unit that the parameter `name` of a model belongs to."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        return f"layer {parts[2]}"
+    return parts[0] if parts[0] in ("embedding", "mtp") else "head"

@@ -52,6 +52,7 @@ _BY_PHASE = {
 _LOSS_MODULES = ("output_layer", "loss")
 CUBLAS_WORKSPACE = "cuBLAS workspace"
 TRANSFORMER_ENGINE_WORKSPACE = "Transformer Engine workspace"
+PLACEHOLDER_GRADIENT = "placeholder gradient"
 """Modules under which workspaces are filed."""
 LOW_PRECISION_WEIGHTS = "low-precision weights"
 """Module under which weights in low precision, and copies kept of others, are filed."""
@@ -95,7 +96,7 @@ def categorised(trace: Trace, labels: Mapping[int, str], forward_ends: NDArray[n
     category[stays] = codes[OPTIMIZER_STATE]
     for block, label in labels.items():
         category[block] = codes[label]
-    for name in (CUBLAS_WORKSPACE, TRANSFORMER_ENGINE_WORKSPACE):
+    for name in (CUBLAS_WORKSPACE, TRANSFORMER_ENGINE_WORKSPACE, PLACEHOLDER_GRADIENT):
         category[module == _index(trace.module_names, name)] = codes[WORKSPACES]
     category[module == _index(trace.module_names, LOW_PRECISION_WEIGHTS)] = codes[WEIGHTS]
     return replace(trace, category=category[trace.block], category_names=CATEGORIES)

@@ -113,11 +113,19 @@ def _run(
     from trainables.megatron_core.schedule import TrainingStep, unwrapped
     from tuner.memory import graphs
     from tuner.memory.attribution import BUILD, OPTIMIZER, STEP
-    from tuner.memory.boundaries import boundaries_marked
+    from tuner.memory.boundaries import (
+        boundaries_marked,
+        low_precision_weights,
+        parameters_by_unit,
+        placeholders_by_unit,
+    )
     from tuner.memory.script import ScriptStep
+    from tuner.memory.te import userbuffers
 
     with recorder.in_phase(BUILD):
         initialize_parallel_state(plan, timeout_s=600.0)
+        if plan.transformer.get("tp_comm_overlap"):
+            userbuffers.initialize()
         state = build_training_state(plan, initialize=False)
     watch.name_modules(state.chunks)
     labels = watch.labels(state.chunks)
@@ -133,7 +141,6 @@ def _run(
         stack.enter_context(recorder.in_phase(STEP))
         if request.boundaries:
             stack.enter_context(boundaries_marked(recorder, model))
-            stated["parameters"] = json.dumps(_parameters_by_unit(model))
         steps = max(request.steps, graphs.STEPS * graphs.uses_graphs(plan.transformer))
         for number in range(1, steps + 1):
             gc.collect()
@@ -141,39 +148,10 @@ def _run(
             step(number)
             recorder.mark(step_end(number))
     if request.boundaries:
-        stated["placeholders"] = json.dumps(_placeholders_by_unit(model))
+        stated["parameters"] = json.dumps(parameters_by_unit(model))
+        stated["placeholders"] = json.dumps(placeholders_by_unit(model))
+        stated["low_precision_weights"] = json.dumps(low_precision_weights(model, recorder))
     return labels, stated
-
-
-def _parameters_by_unit(model: Any) -> dict[str, list[int]]:
-    """Dense and expert parameters of the embedding, each decoder layer and the head."""
-    counts: dict[str, list[int]] = {"embedding": [0, 0], "head": [0, 0]}
-    for name, parameter in model.named_parameters():
-        expert = not getattr(parameter, "allreduce", True)
-        counts.setdefault(_unit_of(name), [0, 0])[expert] += parameter.numel()
-    return counts
-
-
-def _placeholders_by_unit(model: Any) -> dict[str, dict[str, int]]:
-    """Bytes of the placeholder gradients that the weights of each unit share, by shape."""
-    from tuner.memory.te.state import process
-
-    found: dict[str, dict[str, int]] = {}
-    for name, parameter in model.named_parameters():
-        key = (*parameter.shape, parameter.dtype)
-        if (
-            key in process.dummy_gradients and _unit_of(name) != "embedding"
-        ):  # no product of its own
-            size = parameter.numel() * parameter.element_size()
-            found.setdefault(_unit_of(name), {})[str(key)] = size
-    return found
-
-
-def _unit_of(name: str) -> str:
-    """The unit that the parameter `name` of a model belongs to."""
-    if name.startswith("decoder.layers."):
-        return f"layer {name.split('.')[2]}"
-    return "embedding" if name.startswith("embedding.") else "head"
 
 
 def _file_under(recorder: Any, phase: str, optimizer: Any) -> None:

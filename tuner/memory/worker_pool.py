@@ -35,7 +35,6 @@ class _Worker:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command = [sys.executable, "-m", "tuner.memory.worker"]
         command += [request.layers, request.te_version, request.architecture]
-        self._lock = threading.Lock()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the worker
         self._process = subprocess.Popen(
             command,
@@ -47,7 +46,7 @@ class _Worker:
         )
 
     def run(self, request: DryRunRequest) -> tuple[Trace, dict[str, str]]:
-        with self._lock, tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
+        with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
             path = Path(folder) / "trace.npz"
             answer = self._ask({"request": request.to_json(), "trace": str(path)})
             if "error" in answer:
@@ -82,35 +81,45 @@ class _Worker:
         self._process.wait()
 
 
-_workers: dict[Any, _Worker] = {}
-_workers_lock = threading.Lock()
+_idle: dict[Any, list[_Worker]] = {}
+_idle_lock = threading.Lock()
 
 
 def record(request: DryRunRequest, mcore: Path | None = None) -> tuple[Trace, dict[str, str]]:
     """The trace of a request and what it took for granted, made in a worker process.
 
-    Raises UnsupportedError, InputError or DryRunError.
+    As many workers run as threads call this at once. Raises UnsupportedError, InputError or
+    DryRunError.
     """
     key = (os.getpid(), request.layers, request.te_version, request.architecture, mcore)
-    with _workers_lock:
-        if key not in _workers:
-            _workers[key] = _Worker(request, mcore)
+    with _idle_lock:
+        idle = _idle.setdefault(key, [])
+        worker = idle.pop() if idle else None
+    worker = worker or _Worker(request, mcore)
     try:
-        return _workers[key].run(request)
-    except DryRunError:
-        with _workers_lock:
-            worker = _workers.pop(key, None)
-        if worker is not None:
-            worker.stop()
+        result = worker.run(request)
+    except InputError:
+        _give_back(key, worker)
         raise
+    except BaseException:  # its answer may still come: nobody may take it for another's
+        worker.stop()
+        raise
+    _give_back(key, worker)
+    return result
+
+
+def _give_back(key: Any, worker: _Worker) -> None:
+    with _idle_lock:
+        _idle.setdefault(key, []).append(worker)
 
 
 def stop_workers() -> None:
-    """End all workers of this process."""
-    with _workers_lock:
-        mine = [key for key in _workers if key[0] == os.getpid()]
-        for key in mine:
-            _workers.pop(key).stop()
+    """End all idle workers of this process."""
+    with _idle_lock:
+        mine = [key for key in _idle if key[0] == os.getpid()]
+        workers = [worker for key in mine for worker in _idle.pop(key)]
+    for worker in workers:
+        worker.stop()
 
 
 atexit.register(stop_workers)

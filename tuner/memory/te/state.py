@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tuner.memory.categories import TRANSFORMER_ENGINE_WORKSPACE
+from tuner.memory.categories import PLACEHOLDER_GRADIENT, TRANSFORMER_ENGINE_WORKSPACE
 from tuner.memory.recorder import active_recorder, allocate
 
 _CACHE_SINCE = (2, 3)
-"""Linear layers hand out cached dummies from here on; before, autograd got nothing."""
+"""Linear layers hand out cached dummies from here on; before, they allocated them anew."""
 
 _GROUPED_CACHE_SINCE = (2, 11)
 """GroupedLinear hands out cached dummies from here on; before, it allocated them anew."""
@@ -52,18 +52,19 @@ def reset(version: str, architecture: str) -> None:
 def use_workspace() -> torch.Tensor:
     """The workspace of single GEMMs, made at its first use (`get_workspace`)."""
     if not process.workspaces:
-        process.workspaces.append(_workspace())
+        process.workspaces.append(new_workspace())
     return process.workspaces[0]
 
 
 def use_stream_workspaces() -> list[torch.Tensor]:
     """The workspaces of grouped GEMMs (`get_multi_stream_cublas_workspace`)."""
     while len(process.stream_workspaces) < _ONE_WORKSPACE_PER_STREAM:
-        process.stream_workspaces.append(_workspace())
+        process.stream_workspaces.append(new_workspace())
     return process.stream_workspaces
 
 
-def _workspace() -> torch.Tensor:
+def new_workspace() -> torch.Tensor:
+    """A workspace of one stream (`get_cublas_workspace_size_bytes`)."""
     size = 32 * 1024 * 1024 + 1024 if process.architecture != "ampere" else 4_194_304
     with filed_under(TRANSFORMER_ENGINE_WORKSPACE):
         return allocate((size,), torch.uint8)
@@ -93,9 +94,7 @@ def weight_gradient(
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    if process.version < _CACHE_SINCE:
-        return None
-    if grouped and process.version < _GROUPED_CACHE_SINCE:
+    if process.version < (_GROUPED_CACHE_SINCE if grouped else _CACHE_SINCE):
         return allocate(weight.shape, weight.dtype)
     return dummy_gradient(list(weight.shape), weight.dtype).detach()
 
@@ -104,5 +103,6 @@ def dummy_gradient(shape: list[int], dtype: torch.dtype, zero: bool = False) -> 
     """`get_dummy_wgrad`: one cached tensor for each shape and type."""
     key = (shape[0], shape[1], dtype)
     if key not in process.dummy_gradients:
-        process.dummy_gradients[key] = allocate(shape, dtype)
+        with filed_under(PLACEHOLDER_GRADIENT):
+            process.dummy_gradients[key] = allocate(shape, dtype)
     return process.dummy_gradients[key].detach()

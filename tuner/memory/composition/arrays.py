@@ -1,0 +1,305 @@
+"""Peaks of many candidates, put together from profiles over the pipeline schedule.
+
+Candidates that share a pipeline are computed together, as arrays over settings: bytes of a chunk
+are sums over its units, and the peak of a stage is the largest over the moments of its schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from tuner.candidate import Candidate
+from tuner.memory.composition.index import Pipeline
+from tuner.memory.composition.profile import StepProfile, UnitProfile, placeholder_bytes
+from tuner.memory.composition.schedule import moments
+from tuner.memory.composition.split import EMBEDDING, HEAD, MTP, Chunk
+from tuner.models import ModelSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.float64]
+
+_QUANTITIES = tuple(UnitProfile.__dataclass_fields__)
+_WHOLE = (
+    "hidden_bytes",
+    "chunk_bytes",
+    "constant_bytes",
+    "gradient_bytes_per_parameter",
+    "state_bytes_per_parameter",
+    "step_bytes_per_parameter",
+)
+
+
+class ProfileTable:
+    """Settings and their profiles as arrays `[setting]`, so that many are looked up at once.
+
+    `plain` are the profiles of the settings without recompute, where full recompute needs them.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        settings: Sequence[Candidate],
+        profiles: Sequence[StepProfile],
+        plain: Sequence[StepProfile | None],
+        world_size: int,
+    ) -> None:
+        import numpy as np
+
+        self.model, self.world_size = model, world_size
+        self._profiles = profiles
+        self._units = {False: _unit_arrays(profiles), True: _unit_arrays(plain)}
+        self._whole = {
+            name: np.array([getattr(p, name) for p in profiles], dtype=np.float64)
+            for name in _WHOLE
+        }
+        self.tensor = np.array([c.tensor_model_parallel_size for c in settings])
+        expert_tensor = [
+            c.expert_tensor_parallel_size or c.tensor_model_parallel_size for c in settings
+        ]
+        self.experts = np.array(expert_tensor) * np.array(
+            [c.expert_model_parallel_size for c in settings]
+        )
+        self.sharded = np.array([c.use_distributed_optimizer for c in settings])
+        words = {size: model.padded_vocab_size(size) // size for size in set(self.tensor.tolist())}
+        self.word_parameters = (
+            np.array([words[size] for size in self.tensor.tolist()]) * model.hidden_size
+        )
+        self._placeholders: dict[frozenset[str], Bytes] = {}
+
+    def unit(self, unit: str, quantity: str, rows: Any, plain: bool = False) -> Bytes:
+        return self._units[plain][unit, quantity][rows]
+
+    def whole(self, name: str, rows: Any) -> Bytes:
+        return self._whole[name][rows]
+
+    def placeholders(self, units: frozenset[str], rows: Any) -> Bytes:
+        """Bytes of the placeholder gradients of a rank that holds these units."""
+        import numpy as np
+
+        if units not in self._placeholders:
+            self._placeholders[units] = np.array(
+                [placeholder_bytes(profile.placeholders, units) for profile in self._profiles],
+                dtype=np.float64,
+            )
+        return self._placeholders[units][rows]
+
+
+def _unit_arrays(profiles: Sequence[StepProfile | None]) -> dict[tuple[str, str], Bytes]:
+    import numpy as np
+
+    units = {unit for profile in profiles if profile is not None for unit in profile.units}
+    arrays = {}
+    for unit in units:
+        values = [None if p is None else p.units.get(unit) for p in profiles]
+        for quantity in _QUANTITIES:
+            arrays[unit, quantity] = np.array(
+                [np.nan if v is None else getattr(v, quantity) for v in values], dtype=np.float64
+            )
+    return arrays
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of one pipeline stage, arrays `[setting]`; the parts make up the peak."""
+
+    peak: Bytes
+    weights: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+    other: Bytes
+
+    @property
+    def activations(self) -> Bytes:
+        """What passes and the optimizer's step hold at the peak."""
+        return self.peak - self.weights - self.gradients - self.optimizer - self.other
+
+
+@dataclass(frozen=True)
+class Composer:
+    """Settings with one pipeline; `rows` (`[setting]`) number them in the table."""
+
+    table: ProfileTable
+    rows: NDArray[np.int64]
+    pipeline: Pipeline
+    _chunks: dict[Chunk, _ChunkBytes] = field(default_factory=dict)
+
+    @cached_property
+    def hidden(self) -> Bytes:
+        return self.table.whole("hidden_bytes", self.rows)
+
+    def distinct_stages(self) -> list[int]:
+        """Stages one of which has the largest peak: of equal ones the first holds most."""
+        first: dict[Any, int] = {}
+        for stage, chunks in enumerate(self.pipeline.split):
+            first.setdefault(chunks, stage)
+        return list(first.values())
+
+    def stage(self, stage: int) -> StageMemory:
+        """The bytes of a stage when it holds most."""
+        import numpy as np
+
+        weights, gradients, optimizer, share, other = self._static(stage)
+        passes = self._passes(stage)
+        step = self.table.whole("step_bytes_per_parameter", self.rows) * share
+        static = weights + gradients + optimizer + other
+        peak: Bytes = static + np.maximum(passes, step)
+        return StageMemory(peak, weights, gradients, optimizer, other)
+
+    def _passes(self, stage: int) -> Bytes:
+        """The most that passes hold beyond what stays."""
+        import numpy as np
+
+        chunks = self.pipeline.split[stage]
+        parts = [self._chunk(units) for units in chunks]
+        found = moments(self.pipeline.shape, stage)
+        counts = np.array([(*m.in_flight, m.buffers) for m in found], dtype=np.float64)
+        held = counts @ np.stack([*(part.retained for part in parts), self.hidden])
+        for row, moment in enumerate(found):
+            if moment.forward is not None:
+                part = parts[moment.chunk]
+                held[row] += part.forward_peak if moment.forward else part.backward_peak
+        result: Bytes = held.max(axis=0)
+        return result
+
+    def _chunk(self, names: Chunk) -> _ChunkBytes:
+        if names not in self._chunks:
+            self._chunks[names] = self._added_up(names)
+        return self._chunks[names]
+
+    def _added_up(self, names: Chunk) -> _ChunkBytes:
+        import numpy as np
+
+        zero = np.zeros_like(self.hidden)
+        units = self._units(names)
+        forward, change = zero, zero
+        for unit in units:
+            forward = np.maximum(forward, change + unit.forward_peak)
+            change = change + unit.forward_change
+        takes = EMBEDDING not in names
+        gives = HEAD not in names
+        retained = change + self.hidden * (int(takes) - int(gives and self.pipeline.shape.freed))
+        backward, change = zero, zero
+        for unit in reversed(units):
+            backward = np.maximum(backward, change + unit.backward_peak)
+            change = change + unit.backward_change
+        return _ChunkBytes(retained, forward, backward)
+
+    def _units(self, names: Chunk) -> list[_Unit]:
+        """The units of a chunk in order; layers recomputed together are one."""
+        if self.pipeline.recompute is None:
+            return [self._unit(name) for name in names]
+        method, count = self.pipeline.recompute
+        ends = (EMBEDDING, MTP, HEAD)
+        layers = [name for name in names if name not in ends]
+        if method == "block":
+            middle = [
+                self._unit(name, plain=position >= count) for position, name in enumerate(layers)
+            ]
+        else:
+            starts = range(0, len(layers), count)
+            middle = [self._recomputed(layers[start : start + count]) for start in starts]
+        before = [self._unit(name) for name in names if name == EMBEDDING]
+        return [*before, *middle, *(self._unit(name) for name in names if name in (MTP, HEAD))]
+
+    def _recomputed(self, names: Sequence[str]) -> _Unit:
+        """Layers recomputed together: the last one's own, and the others' activations at once."""
+        own = self._unit(names[-1])
+        others = [self._unit(name, plain=True) for name in names[:-1]]
+        backward = own.backward_peak
+        for unit in others:
+            backward = backward + unit.forward_change
+        return _Unit(own.forward_change, own.forward_peak, own.backward_change, backward)
+
+    def _unit(self, name: str, plain: bool = False) -> _Unit:
+        return _Unit(
+            *(self.table.unit(name, quantity, self.rows, plain) for quantity in _QUANTITIES[:4])
+        )
+
+    def _static(self, stage: int) -> tuple[Bytes, Bytes, Bytes, Bytes, Bytes]:
+        """Weights, gradients, optimizer state, share of parameters, and what else stays."""
+        import numpy as np
+
+        table, rows, chunks = self.table, self.rows, self.pipeline.split[stage]
+        names = [name for chunk in chunks for name in chunk]
+        dense, experts, kept, weights = (np.zeros(len(rows)) for _ in range(4))
+        for name in names:
+            dense = dense + table.unit(name, "dense_parameters", rows)
+            experts = experts + table.unit(name, "expert_parameters", rows)
+            kept = kept + table.unit(name, "kept", rows)
+            weights = weights + table.unit(name, "weight_bytes", rows)
+        if EMBEDDING not in names:
+            copied = self._copied_embedding(names)
+            each = table.unit(EMBEDDING, "weight_bytes", rows)
+            each = each / table.unit(EMBEDDING, "dense_parameters", rows)
+            dense, weights = dense + copied, weights + copied * each
+        share = self._share(dense, experts)
+        other = (
+            kept
+            + table.whole("constant_bytes", rows)
+            + table.whole("chunk_bytes", rows) * len(chunks)
+            + table.placeholders(frozenset(names), rows)
+        )
+        return (
+            weights,
+            table.whole("gradient_bytes_per_parameter", rows) * (dense + experts),
+            table.whole("state_bytes_per_parameter", rows) * share,
+            share,
+            other,
+        )
+
+    def _copied_embedding(self, names: Sequence[str]) -> Bytes:
+        """Parameters of the embedding that a stage repeats to tie weights or for MTP."""
+        import numpy as np
+
+        if MTP in names:
+            return self.table.unit(EMBEDDING, "dense_parameters", self.rows)
+        if HEAD in names and self.table.model.share_embeddings_and_output_weights:
+            copied: Bytes = self.table.word_parameters[self.rows]
+            return copied
+        return np.zeros(len(self.rows))
+
+    def _share(self, dense: Bytes, experts: Bytes) -> Bytes:
+        """Parameters whose optimizer state a rank of the stage holds."""
+        import numpy as np
+
+        table, rows = self.table, self.rows
+        ranks = table.world_size // len(self.pipeline.split)
+        dense_shards = ranks // table.tensor[rows] / self.pipeline.instances
+        expert_shards = np.maximum(1, ranks // table.experts[rows]) / self.pipeline.instances
+        shared: Bytes = dense / dense_shards + experts / np.maximum(1, expert_shards)
+        result: Bytes = np.where(table.sharded[rows], shared, dense + experts)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    forward_change: Bytes
+    forward_peak: Bytes
+    backward_change: Bytes
+    backward_peak: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkBytes:
+    """One model chunk: kept for each micro-batch in flight, and most added by a running pass."""
+
+    retained: Bytes
+    forward_peak: Bytes
+    backward_peak: Bytes
+
+
+def breakdown(memory: StageMemory, row: int) -> Mapping[str, int]:
+    """The parts of one setting's peak, as categories of a dry run name them."""
+    return {
+        "weights": int(memory.weights[row]),
+        "gradients": int(memory.gradients[row]),
+        "optimizer state": int(memory.optimizer[row]),
+        "activations": int(memory.activations[row]),
+        "library workspaces": int(memory.other[row]),
+    }

@@ -1,0 +1,220 @@
+"""Makes profiles by dry runs in parallel, and keeps them on disk under what they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from tuner.candidate import Candidate
+from tuner.errors import InputError
+from tuner.memory.composition.kinds import layer_kinds, profile_model
+from tuner.memory.composition.profile import StepProfile, read_profile
+from tuner.memory.composition.split import SPLIT_FIELDS
+from tuner.memory.errors import UnsupportedError
+from tuner.memory.request import DryRunRequest
+from tuner.models import ModelSpec
+
+PIPELINE_FIELDS = (
+    *SPLIT_FIELDS,
+    "microbatch_group_size_per_vp_stage",
+    "overlap_p2p_comm",
+    "batch_p2p_comm",
+    "deallocate_pipeline_outputs",
+    "recompute_num_layers",
+    "num_distributed_optimizer_instances",
+)
+"""Fields that composition accounts for itself: a profile does not depend on them."""
+
+UNCOMPOSED: Mapping[str, str] = {
+    "cpu_offloading": "activation offload by layers",
+    "overlap_moe_expert_parallel_comm": "overlap of expert-parallel communication",
+}
+"""Settings whose memory only a full dry run says."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSource:
+    """How dry runs are made: precision and GPU architecture of the run, versions beneath it.
+
+    `mcore` is a folder with another Megatron-Core than the installed one.
+    """
+
+    seq_length: int
+    precision: str = "bf16"
+    architecture: str = "hopper"
+    te_version: str = "2.9.0"
+    mcore: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileTask:
+    """One profile to be made: its dry run, its layers, and its shards of optimizer state."""
+
+    request: DryRunRequest
+    kinds: tuple[str, ...]
+    shards: tuple[float, float]
+    mcore: Path | None
+
+    @property
+    def key(self) -> str:
+        """Name of the profile: equal tasks under equal software have equal names."""
+        document = [self.request.to_json(), self.kinds, _versions(self.mcore), _code_version()]
+        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def check_composable(candidate: Candidate) -> None:
+    """Raise UnsupportedError where only a full dry run of the candidate says what it needs."""
+    flat = candidate.to_flat()
+    for name, meaning in UNCOMPOSED.items():
+        if flat.get(name):
+            raise UnsupportedError(
+                f"{meaning} is not composed from profiles", field=name, fix="use a full dry run"
+            )
+    if candidate.cuda_graph_impl != "none":
+        raise UnsupportedError(
+            "CUDA graphs are not composed from profiles", field="cuda_graph_impl"
+        )
+
+
+def profile_task(
+    model: ModelSpec, candidate: Candidate, source: ProfileSource, *, recompute: bool = True
+) -> ProfileTask:
+    """The dry run that profiles `candidate`: one replica, no pipeline, two layers of each kind.
+
+    `recompute=False` takes the candidate's setting without any recompute.
+    """
+    check_composable(candidate)
+    flat = (candidate if recompute else without_recompute(candidate)).to_flat()
+    environment = flat.pop("env", {})
+    for name in PIPELINE_FIELDS:
+        flat.pop(name, None)
+    if flat.get("recompute_granularity") == "full":
+        flat |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    architecture, config, kinds = profile_model(model, layer_kinds(model, flat), flat)
+    tensor, context = candidate.tensor_model_parallel_size, candidate.context_parallel_size
+    world = profile_world_size(candidate)
+    request = DryRunRequest(
+        model=architecture,
+        config=config,
+        world_size=world,
+        seq_length=source.seq_length,
+        global_batch_size=2 * candidate.micro_batch_size * world // (tensor * context),
+        rank=0,
+        precision=source.precision,
+        architecture=source.architecture,
+        te_version=source.te_version,
+        environment={k: v for k, v in environment.items() if k in _ENVIRONMENT},
+        boundaries=True,
+    )
+    shards = (1.0, 1.0)
+    if candidate.use_distributed_optimizer:
+        shards = (world / tensor, world / _expert_ranks(candidate))
+    return ProfileTask(request, kinds, shards, source.mcore)
+
+
+def profile_world_size(candidate: Candidate) -> int:
+    """Fewest ranks that hold one replica of the experts and of the rest."""
+    dense = candidate.tensor_model_parallel_size * candidate.context_parallel_size
+    return math.lcm(dense, _expert_ranks(candidate))
+
+
+def _expert_ranks(candidate: Candidate) -> int:
+    tensor = candidate.expert_tensor_parallel_size or candidate.tensor_model_parallel_size
+    return tensor * candidate.expert_model_parallel_size
+
+
+def without_recompute(candidate: Candidate) -> Candidate:
+    """The same candidate keeping everything for backward."""
+    return replace(
+        candidate,
+        recompute_granularity=None,
+        recompute_method=None,
+        recompute_num_layers=None,
+        recompute_modules=(),
+        distribute_saved_activations=False,
+    )
+
+
+_ENVIRONMENT = ("CUBLAS_WORKSPACE_CONFIG", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")
+"""Variables that change what is allocated, and not only where."""
+
+
+def cache_folder() -> Path:
+    """Where profiles are kept: `MEGATRON_TUNER_CACHE`, else below the user's cache folder."""
+    own = os.environ.get("MEGATRON_TUNER_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(own) if own else Path(base) / "megatron-tuner" / "profiles"
+
+
+def profiles_of(
+    tasks: Sequence[ProfileTask], *, workers: int | None = None
+) -> list[StepProfile | InputError]:
+    """The profile of each task, or why it cannot be made.
+
+    Read from disk where it is there, measured otherwise: equal tasks once, `workers` of them at a
+    time (by default one for each core).
+    """
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = [task.key for task in tasks]
+    found: dict[str, StepProfile | InputError] = {}
+    missing: dict[str, ProfileTask] = {}
+    for key, task in zip(keys, tasks, strict=True):
+        if key in found or key in missing:
+            continue
+        path = folder / f"{key}.json"
+        if path.exists():
+            found[key] = StepProfile.from_json(json.loads(path.read_text()))
+        else:
+            missing[key] = task
+    if missing:
+        with ThreadPoolExecutor(max_workers=workers or os.cpu_count() or 1) as pool:
+            made = pool.map(lambda item: _measured(folder, *item), missing.items())
+            found.update(zip(missing, made, strict=True))
+    return [found[key] for key in keys]
+
+
+def _measured(folder: Path, key: str, task: ProfileTask) -> StepProfile | InputError:
+    from tuner.measurement import write_json_atomically
+
+    try:
+        profile = measure_profile(task)
+    except InputError as error:
+        return error
+    write_json_atomically(folder / f"{key}.json", profile.to_json())
+    return profile
+
+
+def measure_profile(task: ProfileTask) -> StepProfile:
+    """Make the dry run of a task and read the units off its trace."""
+    from tuner.memory.worker_pool import record
+
+    trace, stated = record(task.request, task.mcore)
+    return read_profile(trace, task.request, task.kinds, task.shards, stated)
+
+
+@lru_cache(maxsize=16)
+def _versions(mcore: Path | None) -> tuple[str, ...]:
+    from importlib import metadata
+
+    return (metadata.version("megatron-core"), metadata.version("torch"), str(mcore or ""))
+
+
+@lru_cache(maxsize=1)
+def _code_version() -> str:
+    """A digest of the code that makes dry runs: profiles made by other code are not read."""
+    import trainables.megatron_core
+    import tuner.memory
+
+    digest = hashlib.sha256()
+    for package in (tuner.memory, trainables.megatron_core):
+        for path in sorted(Path(str(package.__file__)).parent.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
