@@ -63,7 +63,7 @@ def run_fit(
     found = read_observations(data)
     chosen = _chosen(found.usable, gpu, precision, where=str(data))
     if not chosen:
-        console(stderr=True).print(_nothing(found), style="red")
+        console(stderr=True).print(_nothing(found, gpu, precision), style="red")
         return 1
     name, arithmetic = chosen[0].gpu, chosen[0].precision
     prior = Calibration.load(start) if start is not None else starting(name, arithmetic)
@@ -162,7 +162,11 @@ def _timeable(
     return kept, refused
 
 
-def _nothing(found: Observations) -> str:
+def _nothing(found: Observations, gpu: str | None, precision: str | None) -> str:
+    wanted = " ".join(filter(None, (gpu, precision)))
+    if found.usable:
+        kinds = sorted({f"{one.gpu} {one.precision}" for one in found.usable})
+        return f"no measured steps of {wanted}; there are those of {', '.join(kinds)}"
     reasons = Counter(reason for _, reason in found.skipped)
     shown = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
     return "no measured steps to fit" + (f": {shown}" if shown else "")
