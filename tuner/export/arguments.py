@@ -1,7 +1,7 @@
 """The options of Megatron-LM's command line per Megatron-Core version, from the real parsers.
 
 `data/megatron_arguments.json` lists every option that `add_megatron_arguments` of
-`megatron/training/arguments.py` registers: flags, how many values it takes, and its default. The
+`megatron/training/arguments.py` registers: flags, how many values it takes, default and choices. The
 oracle tests hold it against the parsers themselves.
 """
 
@@ -29,6 +29,7 @@ class Argument:
     flags: tuple[str, ...]
     kind: Kind
     default: Any
+    choices: tuple[str, ...] = ()
 
     def boolean(self, value: bool) -> list[str] | None:
         """The tokens that make the destination `value`; None where this option cannot."""
@@ -50,7 +51,13 @@ def arguments(mcore: str) -> Mapping[str, tuple[Argument, ...]]:
     found: dict[str, tuple[Argument, ...]] = {}
     for dest, variants in raw.items():
         rows = tuple(
-            Argument(dest, tuple(row["flags"]), row["kind"], row["default"])
+            Argument(
+                dest,
+                tuple(row["flags"]),
+                row["kind"],
+                row["default"],
+                tuple(row.get("choices", ())),
+            )
             for row in variants
             if mcore in row["versions"]
         )

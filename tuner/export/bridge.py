@@ -20,9 +20,7 @@ def bridge_cli(settings: Settings) -> Exported:
     lines = _heading(settings, "overrides", left_out)
     lines += shell.exports(settings.env)
     lines += shell.array("OVERRIDES", words)
-    lines.append(
-        '# torchrun ... scripts/training/run_recipe.py --recipe RECIPE "${OVERRIDES[@]}"'
-    )
+    lines.append('# torchrun ... scripts/training/run_recipe.py --recipe RECIPE "${OVERRIDES[@]}"')
     return _exported("bridge-cli", settings, lines, left_out, tuple(words))
 
 

@@ -36,7 +36,7 @@ PRECISION_FIELDS = frozenset(
         *("num_layers_at_end_in_bf16", "reuse_grad_buf_for_mxfp8_param_ag"),
     )
 )
-"""Fields that `MixedPrecisionConfig.setup` decides (megatron/bridge/training/mixed_precision.py)."""
+"""Fields that `MixedPrecisionConfig.setup` decides (bridge/training/mixed_precision.py)."""
 
 _RUN_PATHS: Mapping[str, tuple[str, ...]] = {
     "micro_batch_size": ("train.micro_batch_size",),

@@ -108,13 +108,16 @@ def _spell(argument: Argument, value: Any) -> list[str] | None:
             return [argument.flags[0], str(value)]
         return argument.boolean(value)
     if argument.kind == "value":
-        return [argument.flags[0], _word(value)]
-    if argument.kind == "values":
+        words = [_word(value)]
+    elif argument.kind == "values":
         items = list(value) if isinstance(value, (list, tuple)) else [value]
         if not items:
             return [] if not argument.default else None
-        return [argument.flags[0], *(_word(item) for item in items)]
-    return None
+        words = [_word(item) for item in items]
+    else:
+        return None
+    fits = not argument.choices or all(word in argument.choices for word in words)
+    return [argument.flags[0], *words] if fits else None
 
 
 def _word(value: Any) -> str:

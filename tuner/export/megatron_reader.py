@@ -71,10 +71,9 @@ def given_fields(options: Options) -> dict[str, Any]:
     Raises InputError for a value that is not of its field's type.
     """
     values, fields = options.values, {}
-    architecture = {name for name in ModelSpec.__dataclass_fields__} - {"name"}
     for name, known in catalogue().items():
         dest = RENAMED.get(name, name)
-        if dest in values and name not in architecture and name not in _SPECIAL_DESTINATIONS:
+        if dest in values and name not in _ARCHITECTURE and name not in _SPECIAL_DESTINATIONS:
             fields[name] = convert(known, values[dest])
     fields |= _special_fields(options)
     return fields
@@ -95,6 +94,7 @@ def effective_fields(options: Options, given: Mapping[str, Any]) -> dict[str, An
 
 
 _FRONTEND = "megatron-lm"
+_ARCHITECTURE = frozenset(ModelSpec.__dataclass_fields__) - {"name", "vocab_size"}
 _SPECIAL_DESTINATIONS = frozenset(
     (
         *("bf16", "fp16", "virtual_pipeline_model_parallel_size", "num_query_groups"),
@@ -190,6 +190,10 @@ def architecture(options: Options) -> dict[str, Any]:
         raise InputError("is missing", field=f"--{str(error.args[0]).replace('_', '-')}") from None
     if unnamed:
         fields.pop("vocab_size")
+    known = catalogue()
+    for name in _ARCHITECTURE - set(fields) - _SPECIAL_DESTINATIONS:
+        if RENAMED.get(name, name) in options.values and name in known:
+            fields[name] = convert(known[name], options.values[RENAMED.get(name, name)])
     return fields
 
 

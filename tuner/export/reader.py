@@ -232,8 +232,9 @@ def _recipe_model(words: Sequence[str]) -> str | None:
     for at, word in enumerate(words[:-1]):
         if word not in ("--recipe", "--model"):
             continue
-        stem = re.split(r"_(?:pretrain|sft|peft|finetune)\b|_(?:pretrain|sft|peft|finetune)_",
-                        words[at + 1])[0]
+        stem = re.split(
+            r"_(?:pretrain|sft|peft|finetune)\b|_(?:pretrain|sft|peft|finetune)_", words[at + 1]
+        )[0]
         wanted = re.sub(r"[^a-z0-9]", "", stem.lower())
         found = [n for n in model_names() if re.sub(r"[^a-z0-9]", "", n.lower()) == wanted]
         return found[0] if len(found) == 1 else None

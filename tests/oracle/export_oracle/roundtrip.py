@@ -33,6 +33,7 @@ class Outcome:
     fields: int = 0
     rewritten: int = 0
     left_out: int = 0
+    inexpressible: int = 0
     refused: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     wrong: list[tuple[dict[str, Any], str, Any, Any]] = field(default_factory=list)
 
@@ -42,6 +43,7 @@ class Outcome:
             "fields_compared": self.fields,
             "fields_rewritten_as_predicted": self.rewritten,
             "fields_not_expressible": self.left_out,
+            "models_not_expressible": self.inexpressible,
             "candidates_refused_upstream": len(self.refused),
             "fields_wrong": len(self.wrong),
         }
@@ -62,6 +64,8 @@ def valid_candidates(
 def through_megatron_lm(ask: Ask, flat: dict[str, Any], rewrites: Any, mcore: str) -> Outcome:
     """One candidate through Megatron-LM's parser, checks and configuration objects."""
     exported = export_document(flat, "megatron-args", mcore=mcore)
+    if ARCHITECTURE & set(exported.left_out or {}):
+        return Outcome(candidates=1, inexpressible=1)
     words = [*exported.arguments, *JOB_ARGUMENTS]
     if "--max-position-embeddings" not in words:
         words += ["--max-position-embeddings", str(flat.get("seq_length", 4096))]
@@ -79,11 +83,14 @@ def through_megatron_lm(ask: Ask, flat: dict[str, Any], rewrites: Any, mcore: st
         _compare(outcome, flat, name, rewrites.get(name, value), value, found)
     read = read_configuration(_command(exported.text), mcore=mcore, effective=True)
     wanted = {
-        name: rewrites.get(name, value)
+        name: value
         for name, value in flat.items()
         if name not in (exported.left_out or {}) and not _is_unread(name, flat)
     }
-    _compare_read(outcome, wanted, {**read.get("model", {}), **read, **read["config"]})
+    if flat.get("recompute_modules") == []:
+        wanted["recompute_granularity"] = None  # the same run: nothing is recomputed
+    found = {**read.get("model", {}), **read, **read["config"]}
+    _compare_read(outcome, wanted, found, rewrites)
     return outcome
 
 
@@ -112,9 +119,7 @@ OUTSIDE_MODEL = {
 MISSING = "not held anywhere"
 
 
-def through_bridge(
-    ask: Ask, flat: dict[str, Any], rewrites: Any, mcore: str, to: str
-) -> Outcome:
+def through_bridge(ask: Ask, flat: dict[str, Any], rewrites: Any, mcore: str, to: str) -> Outcome:
     """One candidate laid over a recipe's container by Bridge's own override code."""
     base = {name: value for name, value in flat.items() if name in ARCHITECTURE}
     base = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4} | base
@@ -173,9 +178,14 @@ def _equal(name: str, expected: Any, found: Any) -> bool:
     return bool(expected == found) or (expected is None and found is False)
 
 
-def _compare_read(outcome: Outcome, flat: Mapping[str, Any], read: Mapping[str, Any]) -> None:
-    """What the tuner reads back from its own export is the candidate."""
-    again = Candidate.from_flat({name: read[name] for name in read if name in flat}).to_flat()
+def _compare_read(
+    outcome: Outcome,
+    flat: Mapping[str, Any],
+    read: Mapping[str, Any],
+    rewrites: Mapping[str, Any] | None = None,
+) -> None:
+    """What the tuner reads back from its own export is the candidate, or what becomes of it."""
+    again = Candidate.from_flat({n: read[n] for n in read if n in flat}).to_flat()
     wanted = Candidate.from_flat(flat).to_flat()
     for name, value in wanted.items():
         if name in NOT_ARGUMENTS or name in UNREADABLE:
@@ -184,7 +194,9 @@ def _compare_read(outcome: Outcome, flat: Mapping[str, Any], read: Mapping[str, 
         found = again.get(name, MISSING)
         if name == "pipeline_model_parallel_layout":
             value = layout_text(value)
-        if not _equal(name, value, found) and value not in (None, False, [], MISSING):
+        rewritten = (rewrites or {}).get(name, value)
+        same = _equal(name, value, found) or _equal(name, rewritten, found)
+        if not same and value not in (None, False, [], MISSING):
             outcome.wrong.append((dict(flat), f"read back: {name}", value, found))
 
 

@@ -50,7 +50,7 @@ class MegatronLM:
         self.actions = [one for one in parser._actions if one.dest != "help"]
 
     def table(self) -> dict[str, Any]:
-        """Every option of the parser: ``{destination: [[flags, kind, default], ...]}``."""
+        """Every option of the parser: ``{destination: [[flags, kind, default, choices], ...]}``."""
         kinds = {
             "_StoreTrueAction": "true",
             "_StoreFalseAction": "false",
@@ -60,7 +60,9 @@ class MegatronLM:
         for one in self.actions:
             several = "values" if one.nargs not in (None, 0) else "value"
             default = getattr(one.default, "name", one.default)
-            row = [list(one.option_strings), kinds.get(type(one).__name__, several), default]
+            choices = [str(getattr(choice, "name", choice)) for choice in one.choices or ()]
+            kind = kinds.get(type(one).__name__, several)
+            row = [list(one.option_strings), kind, default, choices]
             table.setdefault(one.dest, []).append(row)
         return table
 
