@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -69,28 +69,97 @@ def enumerate_valid(
         InputError: an axis without values, a repeated axis, a condition on a later field, or more
             rows than `limit`.
     """
-    import numpy as np
-
     _require_axes(axes, fixed)
-    values = {name: _values(name, choices, condition) for name, choices, condition in axes}
-    tables = Tables(values, fixed, mcore=mcore, frontend=frontend, capabilities=capabilities)
-    stages = _stages([*tables.tables, *exclude], [name for name, _, _ in axes])
-    codes: dict[str, Any] = {}
-    rows, expanded = 1, 0
-    total = _count(axes, values, fixed)
-    if any(bool(table.broken) for table in stages[""]):
-        rows = 0
-    for name, choices, condition in axes:
-        codes, rows = _expand(codes, rows, name, len(choices), condition, values, fixed)
-        expanded += rows
-        if limit is not None and rows > limit:
-            raise InputError(f"axis {name} grows the space to {rows} rows, above {limit}")
-        keep = _keep(stages[name], codes, rows)
-        if keep is not None:
-            codes = {n: code[keep] for n, code in codes.items()}
-            rows = int(keep.sum())
-    final = {name: np.asarray(code, dtype=np.int32) for name, code in codes.items()}
-    return Candidates(values, final, dict(fixed), total, expanded)
+    growth = _Growth(axes, fixed, mcore, frontend, capabilities, exclude)
+    blocks = list(growth.blocks(limit=limit))
+    return growth.candidates(blocks[0])
+
+
+def enumerate_blocks(
+    axes: Sequence[Axis],
+    fixed: Mapping[str, object],
+    *,
+    mcore: str = "0.16.1",
+    frontend: str = "mcore",
+    capabilities: Capabilities | None = None,
+    exclude: Sequence[Table] = (),
+    block_rows: int | None = 1 << 20,
+) -> Iterator[Candidates]:
+    """`enumerate_valid` piece by piece: blocks of candidates, grown from at most `block_rows`;
+    one block where that is None.
+
+    Together the blocks are what `enumerate_valid` gives, in its order; `enumerated` is that of the
+    whole space, `expanded` counts up. Raises InputError as `enumerate_valid` does.
+    """
+    _require_axes(axes, fixed)
+    growth = _Growth(axes, fixed, mcore, frontend, capabilities, exclude)
+    for codes in growth.blocks(block_rows=block_rows):
+        yield growth.candidates(codes)
+
+
+class _Growth:
+    """A space growing axis by axis, each screened by the tables that it completes."""
+
+    def __init__(
+        self,
+        axes: Sequence[Axis],
+        fixed: Mapping[str, object],
+        mcore: str,
+        frontend: str,
+        capabilities: Capabilities | None,
+        exclude: Sequence[Table],
+    ) -> None:
+        self._axes, self._fixed = axes, fixed
+        self._values = {name: _values(name, choices, when) for name, choices, when in axes}
+        tables = Tables(
+            self._values, fixed, mcore=mcore, frontend=frontend, capabilities=capabilities
+        )
+        self._stages = _stages([*tables.tables, *exclude], [name for name, _, _ in axes])
+        self._total = _count(axes, self._values, fixed)
+        self._expanded = 0
+
+    def blocks(
+        self, *, limit: int | None = None, block_rows: int | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Codes of valid candidates; in one block where `block_rows` is None."""
+        empty = any(bool(table.broken) for table in self._stages[""])
+        yield from self._grow({}, 0 if empty else 1, 0, limit, block_rows)
+
+    def _grow(
+        self,
+        codes: dict[str, Any],
+        rows: int,
+        depth: int,
+        limit: int | None,
+        block_rows: int | None,
+    ) -> Iterator[dict[str, Any]]:
+        for place in range(depth, len(self._axes)):
+            if block_rows is not None and rows > block_rows:
+                for start in range(0, rows, block_rows):
+                    part = {n: code[start : start + block_rows] for n, code in codes.items()}
+                    yield from self._grow(
+                        part, min(block_rows, rows - start), place, limit, block_rows
+                    )
+                return
+            name, choices, condition = self._axes[place]
+            codes, rows = _expand(
+                codes, rows, name, len(choices), condition, self._values, self._fixed
+            )
+            self._expanded += rows
+            if limit is not None and rows > limit:
+                raise InputError(f"axis {name} grows the space to {rows} rows, above {limit}")
+            keep = _keep(self._stages[name], codes, rows)
+            if keep is not None:
+                codes = {n: code[keep] for n, code in codes.items()}
+                rows = int(keep.sum())
+        yield codes
+
+    def candidates(self, codes: Mapping[str, Any]) -> Candidates:
+        """A block as candidates."""
+        import numpy as np
+
+        final = {name: np.asarray(code, dtype=np.int32) for name, code in codes.items()}
+        return Candidates(self._values, final, dict(self._fixed), self._total, self._expanded)
 
 
 def _require_axes(axes: Sequence[Axis], fixed: Mapping[str, object]) -> None:
