@@ -3,7 +3,10 @@
 Megatron-Core hands its pointwise functions to `torch.compile` (megatron/core/jit.py). One kernel
 allocates its outputs and nothing between; differentiated, it keeps what its backward kernel reads:
 its inputs, since recomputing pointwise work is cheaper than storing it (the min-cut partition of
-AOTAutograd). `fusing()` puts a compiler with this behaviour in the place of `torch.compile`.
+AOTAutograd). Elements that a function writes into an argument by index before it goes on with it
+are written into a copy: a kernel of their own between two others (torch/_inductor/fx_passes/
+reinplace.py, which reuses the argument only where that write is the last). `fusing()` puts a
+compiler with this behaviour in the place of `torch.compile`.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from trainables.megatron_core.cpu_device import replaced
@@ -100,10 +104,11 @@ class _Kernel:
     """One function compiled for one combination of shapes, types and other arguments.
 
     Each result is a new tensor of known shape and type, one of the arguments, or no tensor.
+    `copies` are the sizes in bytes of arguments that are copied while the kernel runs.
     """
 
-    def __init__(self, results: list[Any], structure: Any) -> None:
-        self._results, self._structure = results, structure
+    def __init__(self, results: list[Any], structure: Any, copies: Sequence[int]) -> None:
+        self._results, self._structure, self._copies = results, structure, copies
 
     @classmethod
     def compile(cls, function: Callable[..., Any], leaves: Sequence[Any], structure: Any) -> Any:
@@ -112,9 +117,11 @@ class _Kernel:
         args, kwargs = tree_unflatten(leaves, structure)
         if recorder is None:
             return None
+        writes = _IndexedWrites()
         recorder.paused = True
         try:
-            outputs, shape = tree_flatten(function(*args, **kwargs))
+            with writes:
+                outputs, shape = tree_flatten(function(*args, **kwargs))
         finally:
             recorder.paused = False
         owners = {
@@ -134,17 +141,47 @@ class _Kernel:
                 results.append(owner)
             else:
                 return None
-        return cls(results, shape)
+        copies = [size for storage, size in writes.continued.items() if storage in owners]
+        return cls(results, shape, copies)
 
     def run(self, leaves: Sequence[Any]) -> Any:
+        copies = [allocate((size,), torch.uint8) for size in self._copies]
         outputs: list[Any] = []
         for result in self._results:
             if isinstance(result, _Constant):
                 outputs.append(result.value)
             else:
                 outputs.append(leaves[result] if isinstance(result, int) else allocate(*result))
+        del copies
         issue.touched(*leaves, *outputs)
         return tree_unflatten(outputs, self._structure)
+
+
+_INDEXED_WRITES = (torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default)
+
+
+class _IndexedWrites(TorchDispatchMode):
+    """Sees which storages are written by index and then written again.
+
+    `continued` maps the id of each such storage to its bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.continued: dict[int, int] = {}
+        self._written: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+            storage = args[0].untyped_storage()
+            if func in _INDEXED_WRITES:
+                self._written[id(storage)] = storage.nbytes()
+            elif id(storage) in self._written:
+                self.continued[id(storage)] = self._written[id(storage)]
+        return result
 
 
 _kernels: dict[Any, _Kernel | None] = {}
