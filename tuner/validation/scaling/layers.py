@@ -104,17 +104,18 @@ class _Flash(torch.autograd.Function):
 
 
 class _FusedSoftmax(torch.autograd.Function):
-    """Megatron's scaled_masked_softmax kernel: keeps its result, its gradient overwrites."""
+    """A masked-softmax kernel with float32 results: keeps those, its gradient overwrites."""
 
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:
-        result = allocate(scores.shape, scores.dtype)
+        result = allocate(scores.shape, torch.float32)
         ctx.save_for_backward(result)
+        ctx.dtype = scores.dtype
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return (gradients[0],)
+        return (gradients[0].to(ctx.dtype),)
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -136,7 +137,11 @@ class _FusedNorm(torch.autograd.Function):
 
 
 class Norm(nn.Module):
-    """norm/rms_norm.py; gathers the sequence afterwards under sequence parallelism."""
+    """norm/rms_norm.py; gathers the sequence afterwards under sequence parallelism.
+
+    Without the fused kernel it works in float32 and is cast back before the weight, as Llama's
+    does; the published file of 2024 casts later, but outcomes of the 2023 runs need the former.
+    """
 
     def __init__(self, run: ScalingRun) -> None:
         super().__init__()
@@ -147,8 +152,10 @@ class Norm(nn.Module):
         if self.run.fused_norm:
             output: torch.Tensor = _FusedNorm.apply(inputs, self.weight)
         else:
-            scaled = inputs * torch.rsqrt(inputs.pow(2).mean(-1, keepdim=True) + 1e-5)
-            output = scaled.float().type_as(inputs) * self.weight
+            wide = inputs.float()
+            scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+            output = scaled.type_as(inputs) * self.weight
+            del wide, scaled
         if self.run.sequence_parallel and self.run.tensor_ranks > 1:
             output = _Gather.apply(output, self.run.tensor_ranks)
         return output
@@ -205,7 +212,10 @@ class Attention(nn.Module):
         return by_head.reshape(self.run.batch * self.heads, self.run.sequence, -1)
 
     def _eager(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """`multi_head_attention` and masked_softmax.py, to `[(b n), s, d]`."""
+        """`multi_head_attention` and masked_softmax.py, to `[(b n), s, d]`.
+
+        Weights are in float32 and cast for the product with the values, as Llama's are.
+        """
         run, count = self.run, self.run.batch * self.heads
         parts = [part.reshape(run.sequence, count, -1) for part in (query, key, value)]
         query, key, value = (part.transpose(0, 1) for part in parts)
@@ -216,11 +226,12 @@ class Attention(nn.Module):
             weights: torch.Tensor = _FusedSoftmax.apply(scores)
         else:
             mask = allocate((run.batch, 1, run.sequence, run.sequence), torch.bool)
-            copied = scores.clone()
-            copied.masked_fill_(mask, -10000.0)
-            weights = functional.softmax(copied, dim=-1)
-            del copied
+            wide = scores.float()
+            wide.masked_fill_(mask, -10000.0)
+            weights = functional.softmax(wide, dim=-1)
+            del wide
         del scores
+        weights = weights.to(value.dtype)
         return torch.bmm(weights.view(count, run.sequence, run.sequence), value)
 
 
