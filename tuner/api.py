@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tuner.constraints import CheckResult
+    from tuner.formats import Exported
 
 
 def check(
@@ -36,6 +37,19 @@ def estimate(document: Mapping[str, Any]) -> dict[str, Any]:
     from tuner.commands.estimate import estimate_document
 
     return estimate_document(document, where="configuration")
+
+
+def export(document: Mapping[str, Any], to: str, *, mcore: str | None = None) -> Exported:
+    """A configuration as "bridge-cli", "bridge-yaml", "bridge-python", "megatron-args" or "yaml".
+
+    `document` is `{"model", "world_size", "config"}` or a flat configuration; `mcore` the
+    Megatron-Core version to write for (default: the installed one). Raises InputError for a
+    document, form or version that cannot be used.
+    """
+    from tuner.configuration import mcore_version
+    from tuner.formats import export_document
+
+    return export_document(document, to, mcore=mcore or mcore_version())
 
 
 def tune(

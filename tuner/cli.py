@@ -51,7 +51,11 @@ Format = Annotated[OutputFormat, typer.Option("--format", help="Print text or on
 @app.command()
 def check(
     config: Annotated[
-        Path | None, typer.Argument(help="YAML or JSON file: {model, world_size, config}.")
+        Path | None,
+        typer.Argument(
+            help="YAML or JSON file: {model, world_size, config}; or a Megatron-LM command line or "
+            "launch script, Megatron Bridge overrides or YAML; '-' is standard input."
+        ),
     ] = None,
     jsonl: Annotated[
         Path | None, typer.Option("--jsonl", help="Check one JSON document per line instead.")
@@ -59,7 +63,10 @@ def check(
     mcore: Annotated[
         str | None, typer.Option(help="Megatron-Core version; default: the installed one.")
     ] = None,
-    frontend: Annotated[str, typer.Option(help="mcore, bridge or megatron-lm.")] = "mcore",
+    frontend: Annotated[
+        str | None,
+        typer.Option(help="mcore, bridge or megatron-lm; default: whose settings these are."),
+    ] = None,
     fix: Annotated[bool, typer.Option("--fix", help="Print the smallest valid change.")] = False,
     output: Format = OutputFormat.TEXT,
 ) -> None:
@@ -198,6 +205,31 @@ def calibrate_fit(
     from tuner.commands.calibrate import run_fit
 
     raise typer.Exit(run_fit(data, start, gpu, precision, out, as_json=output is OutputFormat.JSON))
+
+
+@app.command()
+def export(
+    source: Annotated[
+        Path, typer.Argument(help="Study directory, or a configuration in any readable form.")
+    ],
+    to: Annotated[
+        str,
+        typer.Option("--to", help="bridge-cli, bridge-yaml, bridge-python, megatron-args or yaml."),
+    ],
+    mcore: Annotated[
+        str | None, typer.Option(help="Megatron-Core version to write for; default: installed.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the text to this file.")
+    ] = None,
+    output: Format = OutputFormat.TEXT,
+) -> None:
+    """Write a configuration in the form a training job takes."""
+    from tuner.commands.export import run_export
+
+    raise typer.Exit(
+        run_export(source, to, mcore, file, as_json=output is OutputFormat.JSON)
+    )
 
 
 @app.command("job-schema")

@@ -101,7 +101,8 @@ class Search(_Section):
     start: list[dict[str, Any]] = Field(
         default_factory=list,
         description="Flat candidates to try first, e.g. the setting in use today. They must lie in "
-        "the space.",
+        "the space. {megatron_args: TEXT}, {megatron_script: PATH}, {bridge_overrides: LIST} or "
+        "{bridge_yaml: PATH} starts from settings in those forms.",
     )
 
 

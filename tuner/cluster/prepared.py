@@ -96,6 +96,7 @@ def prepare(job: Job, *, where: str, base_folder: Path) -> PreparedJob:
         world_size=job.cluster.world_size,
         mcore=mcore,
     )
+    job = _with_plain_start(job, space, mcore, where, base_folder)
     prepared = PreparedJob(job, model, space, checker)
     reason = why_nothing_is_valid(space, checker)
     if reason is not None:
@@ -103,6 +104,27 @@ def prepare(job: Job, *, where: str, base_folder: Path) -> PreparedJob:
     for position, flat in enumerate(job.search.start):
         _check_start(prepared, flat, where, f"search.start[{position}]")
     return prepared
+
+
+def _with_plain_start(
+    job: Job, space: SearchSpace, mcore: str, where: str, base_folder: Path
+) -> Job:
+    """The job with starting candidates in other forms (command lines, overrides) made flat."""
+    from tuner.formats.reader import starting_fields
+
+    tunable = {axis.field for axis in space.axes} | set(space.fixed)
+    start = [
+        starting_fields(
+            entry,
+            tunable=tunable,
+            mcore=mcore,
+            where=f"{where}: search.start[{position}]",
+            base=base_folder,
+        )
+        for position, entry in enumerate(job.search.start)
+    ]
+    search = job.search.model_copy(update={"start": start})
+    return job.model_copy(update={"search": search})
 
 
 def installed_mcore() -> str:

@@ -10,27 +10,33 @@ from typing import Any
 from tuner.commands.output import console, print_json
 from tuner.configuration import full_configuration, mcore_version
 from tuner.errors import InputError, nearest_name
-from tuner.files import read_text, read_yaml_mapping
+from tuner.files import read_text
+from tuner.formats.reader import expand, read_document
+
+DEFAULT_FRONTEND = "mcore"
+"""Whose rules judge settings that do not say whom they were written for."""
 
 
 def run_check(
     config: Path | None,
     jsonl: Path | None,
     mcore: str | None,
-    frontend: str,
+    frontend: str | None,
     *,
     fix: bool,
     as_json: bool,
 ) -> int:
     """Check and print; 0 where every configuration is valid, 1 where one is not."""
     mcore = mcore or mcore_version()
-    _refuse_unknown_target(mcore, frontend)
+    _refuse_unknown_target(mcore, frontend or DEFAULT_FRONTEND)
     if (config is None) == (jsonl is None):
         raise InputError("give a CONFIG file or --jsonl FILE", fix="see tuner check --help")
     if jsonl is not None:
         return _check_lines(jsonl, mcore, frontend, fix=fix)
     assert config is not None
-    document = read_yaml_mapping(config)
+    document = read_document(config, mcore=mcore)
+    frontend = frontend or str(document.get("frontend") or DEFAULT_FRONTEND)
+    _refuse_unknown_target(mcore, frontend)
     flat = full_configuration(document, mcore=mcore, where=str(config), base_folder=config.parent)
     answer = _answer(flat, mcore, frontend, fix=fix)
     if as_json:
@@ -53,7 +59,7 @@ def _answer(flat: Mapping[str, Any], mcore: str, frontend: str, *, fix: bool) ->
     return answer
 
 
-def _check_lines(path: Path, mcore: str, frontend: str, *, fix: bool) -> int:
+def _check_lines(path: Path, mcore: str, frontend: str | None, *, fix: bool) -> int:
     """One JSON answer per input line, in order; a line that is no configuration says so."""
     all_valid = True
     for number, line in numbered_lines(path):
@@ -62,8 +68,11 @@ def _check_lines(path: Path, mcore: str, frontend: str, *, fix: bool) -> int:
             document = json.loads(line)
             if not isinstance(document, dict):
                 raise InputError("is not a JSON object", where=where)
+            document = expand(document, mcore=mcore, where=where, base=path.parent)
+            judge = frontend or str(document.get("frontend") or DEFAULT_FRONTEND)
+            _refuse_unknown_target(mcore, judge)
             flat = full_configuration(document, mcore=mcore, where=where, base_folder=path.parent)
-            answer = _answer(flat, mcore, frontend, fix=fix)
+            answer = _answer(flat, mcore, judge, fix=fix)
         except (ValueError, RecursionError) as error:
             message = str(error) if isinstance(error, InputError) else f"{where}: {error}"
             answer = {"valid": False, "violations": [], "rewrites": {}, "input_error": message}

@@ -9,9 +9,9 @@ from typing import Any
 
 from tuner.commands.check import numbered_lines
 from tuner.commands.output import console, print_json
-from tuner.configuration import resolve_model
+from tuner.configuration import mcore_version, resolve_model
 from tuner.errors import InputError
-from tuner.files import read_yaml_mapping
+from tuner.formats.reader import expand, read_document
 
 _GIB = 2**30
 
@@ -23,9 +23,8 @@ def run_estimate(config: Path | None, jsonl: Path | None, *, as_json: bool) -> i
     if jsonl is not None:
         return _estimate_lines(jsonl)
     assert config is not None
-    answer = estimate_document(
-        read_yaml_mapping(config), where=str(config), base_folder=config.parent
-    )
+    document = read_document(config, mcore=mcore_version(), effective=True)
+    answer = estimate_document(document, where=str(config), base_folder=config.parent)
     if as_json:
         print_json(answer)
     else:
@@ -63,6 +62,9 @@ def _estimate_lines(path: Path) -> int:
             document = json.loads(line)
             if not isinstance(document, dict):
                 raise InputError("is not a JSON object", where=where)
+            document = expand(
+                document, mcore=mcore_version(), where=where, base=path.parent, effective=True
+            )
             answer = estimate_document(document, where=where, base_folder=path.parent)
         except (ValueError, RecursionError) as error:
             answer = {"fits": False, "input_error": str(error)}

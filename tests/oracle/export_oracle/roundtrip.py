@@ -11,10 +11,10 @@ from constraint_oracle.generator import CandidateGenerator
 
 from tuner.candidate import Candidate
 from tuner.constraints import check
-from tuner.export import export_document
-from tuner.export.bridge_fields import paths_of
-from tuner.export.megatron_fields import NOT_ARGUMENTS, RENAMED, layout_text
-from tuner.export.reader import read_configuration
+from tuner.formats import export_document
+from tuner.formats.bridge_fields import paths_of
+from tuner.formats.megatron_fields import NOT_ARGUMENTS, RENAMED, layout_text
+from tuner.formats.reader import read_configuration
 from tuner.models import MODEL_FIELDS
 
 Ask = Callable[[Mapping[str, Any]], dict[str, Any]]

@@ -104,7 +104,15 @@ class Bridge:
         held = _held({part: getattr(container, part) for part in parts})
         held["mixed_precision"] = values.to_json(container.mixed_precision)
         held["comm_overlap"] = type(container.comm_overlap).__name__
+        self._validate(container)
         return held
+
+    def _validate(self, container: Any) -> None:
+        """Upstream's own checks, which a job runs before it starts."""
+        from megatron.bridge.training.config import runtime_config_update
+
+        container.dataset = None  # its only check is that its sequence length is the model's
+        runtime_config_update(container)
 
 
 def _dataset() -> Any:

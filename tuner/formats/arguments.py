@@ -1,7 +1,7 @@
 """The options of Megatron-LM's command line per Megatron-Core version, from the real parsers.
 
 `data/megatron_arguments.json` lists every option that `add_megatron_arguments` of
-`megatron/training/arguments.py` registers: flags, how many values it takes, default and choices. The
+`megatron/training/arguments.py` registers: flags, number of values, default and choices. The
 oracle tests hold it against the parsers themselves.
 """
 
@@ -47,7 +47,7 @@ class Argument:
 @lru_cache(maxsize=4)
 def arguments(mcore: str) -> Mapping[str, tuple[Argument, ...]]:
     """All options of a supported version, by destination."""
-    raw = json.loads((files("tuner.export") / "data" / "megatron_arguments.json").read_text())
+    raw = json.loads((files("tuner.formats") / "data" / "megatron_arguments.json").read_text())
     found: dict[str, tuple[Argument, ...]] = {}
     for dest, variants in raw.items():
         rows = tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tuner.export.result import Exported, Settings, exporter
+from tuner.formats.result import Exported, Settings, exporter
 
 
 @exporter("yaml")

@@ -14,8 +14,8 @@ from typing import Any
 
 from tuner.constraints.fields import Field, catalogue
 from tuner.errors import InputError
-from tuner.export.arguments import Argument, arguments, by_flag
-from tuner.export.megatron_fields import RENAMED
+from tuner.formats.arguments import Argument, arguments, by_flag
+from tuner.formats.megatron_fields import RENAMED
 from tuner.models.spec import ModelSpec
 
 _NUMBER = re.compile(r"[+-]?\d+")

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.export import shell
-from tuner.export.bridge_fields import OVERLAP_CLASS, assignments, object_of
-from tuner.export.hydra import write_value
-from tuner.export.result import Exported, Settings, exporter
+from tuner.formats import shell
+from tuner.formats.bridge_fields import OVERLAP_CLASS, assignments, object_of
+from tuner.formats.hydra import write_value
+from tuner.formats.result import Exported, Settings, exporter
 
 
 @exporter("bridge-cli")

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import InputError, nearest_name
-from tuner.export import bridge, megatron_args, plain  # noqa: F401 (they register exporters)
-from tuner.export.result import EXPORTERS, Exported
-from tuner.export.settings import settings_of
+from tuner.formats import bridge, megatron_args, plain  # noqa: F401 (they register exporters)
+from tuner.formats.result import EXPORTERS, Exported
+from tuner.formats.settings import settings_of
 
 FORMATS = tuple(EXPORTERS)
 """The names that `--to` takes."""

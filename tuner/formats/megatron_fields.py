@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tuner.constraints.fields import catalogue
-from tuner.export.arguments import Argument, arguments
-from tuner.export.result import CannotExpressError
+from tuner.formats.arguments import Argument, arguments
+from tuner.formats.result import CannotExpressError
 
 RENAMED: Mapping[str, str] = {
     "num_moe_experts": "num_experts",

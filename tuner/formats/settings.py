@@ -8,7 +8,7 @@ from typing import Any
 
 from tuner.candidate import Candidate
 from tuner.errors import InputError
-from tuner.export.result import Settings
+from tuner.formats.result import Settings
 
 _RUN_SHAPE = ("seq_length", "global_batch_size", "micro_batch_size")
 

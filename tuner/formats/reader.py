@@ -8,22 +8,23 @@ Megatron field names; `frontend` says whose rules the settings were written for.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tuner.candidate import DEFAULTS
 from tuner.errors import InputError
-from tuner.export import shell
-from tuner.export.bridge_reader import SECTIONS, is_override, read_nested, read_overrides
-from tuner.export.megatron_reader import (
+from tuner.files import parse_yaml_mapping, read_text
+from tuner.formats import shell
+from tuner.formats.bridge_reader import SECTIONS, is_override, read_nested, read_overrides
+from tuner.formats.megatron_reader import (
     architecture,
     effective_fields,
     given_fields,
     read_options,
 )
-from tuner.files import parse_yaml_mapping, read_text
 
-SOURCES = ("megatron_args", "bridge_overrides", "bridge_yaml")
+SOURCES = ("megatron_args", "megatron_script", "bridge_overrides", "bridge_yaml")
 """Keys of a document that hold settings in another form than the tuner's."""
 
 _OPTION = re.compile(r"(^|\s|['\"])--[a-z][\w-]+", re.MULTILINE)
@@ -67,9 +68,10 @@ def read_configuration(
 def expand(
     document: Mapping[str, Any], *, mcore: str, where: str, base: Path, effective: bool = False
 ) -> dict[str, Any]:
-    """The document with `megatron_args`, `bridge_overrides` or `bridge_yaml` put in its terms.
+    """The document with the settings of one of SOURCES put in its terms.
 
-    What stands beside them wins, field by field. Raises InputError where more than one is given.
+    Paths (`megatron_script`, `bridge_yaml`) are relative to `base`. What stands beside the source
+    wins, field by field. Raises InputError where more than one source is given.
     """
     given = [name for name in SOURCES if name in document]
     if not given:
@@ -82,6 +84,27 @@ def expand(
     return {**read, **rest, "config": config}
 
 
+def starting_fields(
+    entry: Mapping[str, Any],
+    *,
+    tunable: Collection[str],
+    mcore: str,
+    where: str,
+    base: Path,
+) -> dict[str, Any]:
+    """A job's starting candidate; of settings in another form, only what the search tunes.
+
+    `tunable` names the fields of the search space, variables as `env.NAME`.
+    """
+    if not any(name in entry for name in SOURCES):
+        return dict(entry)
+    config = expand(entry, mcore=mcore, where=where, base=base, effective=True)["config"]
+    env = config.pop("env", None) or {}
+    fields = {name: value for name, value in config.items() if name in tunable or name in DEFAULTS}
+    kept = {name: value for name, value in env.items() if f"env.{name}" in tunable}
+    return {**fields, "env": kept} if kept else fields
+
+
 def _read_source(
     source: str, value: Any, mcore: str, where: str, base: Path, effective: bool
 ) -> dict[str, Any]:
@@ -91,6 +114,8 @@ def _read_source(
         if not isinstance(value, Mapping):
             raise InputError("is neither a mapping nor a path", where=where)
         return bridge_document(read_nested(value))
+    if source == "megatron_script":
+        value = read_text(base / str(value))
     if isinstance(value, list):
         words = [str(word) for word in value]
         script = shell.Script()

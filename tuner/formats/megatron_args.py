@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tuner.export import shell
-from tuner.export.arguments import arguments
-from tuner.export.megatron_fields import RENAMED, tokens_of
-from tuner.export.result import Exported, Settings, exporter
+from tuner.formats import shell
+from tuner.formats.arguments import arguments
+from tuner.formats.megatron_fields import RENAMED, tokens_of
+from tuner.formats.result import Exported, Settings, exporter
 from tuner.models import ModelSpec
 
 _NEEDED_POSITIONS = "max_position_embeddings"

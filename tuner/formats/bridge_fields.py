@@ -13,8 +13,8 @@ from typing import Any
 
 from tuner.candidate import DEFAULTS
 from tuner.constraints.fields import Field, catalogue
-from tuner.export.megatron_fields import NOT_ARGUMENTS
-from tuner.export.result import CannotExpressError, Settings
+from tuner.formats.megatron_fields import NOT_ARGUMENTS
+from tuner.formats.result import CannotExpressError, Settings
 
 OVERLAP_FIELDS = frozenset(
     (

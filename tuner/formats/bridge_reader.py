@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tuner.constraints.fields import catalogue
-from tuner.export.bridge_fields import ACTIVATIONS, DTYPES
-from tuner.export.hydra import read_value
+from tuner.formats.bridge_fields import ACTIVATIONS, DTYPES
+from tuner.formats.hydra import read_value
 
 SECTIONS = frozenset(
     (

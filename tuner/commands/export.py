@@ -1,0 +1,53 @@
+"""`tuner export`: a configuration in the form a training job takes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tuner.commands.output import print_json
+from tuner.configuration import mcore_version
+from tuner.errors import InputError
+
+
+def run_export(
+    source: Path, to: str, mcore: str | None, output: Path | None, *, as_json: bool
+) -> int:
+    """Export and print, or write to `output`; 1 where the form cannot express a field."""
+    from tuner.formats import export_document
+
+    mcore = mcore or mcore_version()
+    document, path = load_source(source, mcore)
+    exported = export_document(document, to, mcore=mcore, where=str(path), base_folder=path.parent)
+    for name, reason in (exported.left_out or {}).items():
+        print(f"tuner: not expressed: {name}: {reason}", file=sys.stderr)
+    if output is not None:
+        _write(output, exported.text)
+    if as_json:
+        print_json(exported.to_json())
+    elif output is None:
+        print(exported.text, end="")
+    return 1 if exported.left_out else 0
+
+
+def load_source(source: Path, mcore: str) -> tuple[Mapping[str, Any], Path]:
+    """The document of a configuration file, or of the best candidate of a study directory."""
+    from tuner.formats.reader import read_document
+
+    path = source / "best.yaml" if source.is_dir() else source
+    if source.is_dir() and not path.exists():
+        raise InputError(
+            "holds no best.yaml: no trial of the study has completed",
+            where=str(source),
+            fix="give a study directory with a completed trial, or a configuration file",
+        )
+    return read_document(path, mcore=mcore), path
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from None
