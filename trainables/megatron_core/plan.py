@@ -93,8 +93,12 @@ def build_plan(spec: TrialSpec, use_transformer_engine: bool) -> BuildPlan:
     """
     fields = {**spec.model, **spec.config}
     layout = Layout.from_config(fields, spec.world_size, spec.global_batch_size)
-    if spec.precision not in ("bf16", "fp32"):
-        raise TrialSpecError(f"precision={spec.precision!r} is unknown; use 'bf16' or 'fp32'")
+    if spec.precision not in ("bf16", "fp16", "fp32"):
+        raise TrialSpecError(
+            f"precision={spec.precision!r} is unknown; use 'bf16', 'fp16' or 'fp32'"
+        )
+    if spec.device == "cpu" and spec.precision == "fp16":
+        raise TrialSpecError("precision='fp16' needs a CUDA device; use 'bf16' on the CPU")
     if spec.device == "cpu" and layout.context_parallel_size > 1:
         raise TrialSpecError(
             "context_parallel_size > 1 needs the attention of Transformer Engine and so a CUDA "
@@ -230,8 +234,12 @@ def _torch_dtype(field: str, name: str) -> object:
 def _precision_fields(precision: str) -> dict[str, Any]:
     import torch
 
-    bf16 = precision == "bf16"
-    return {"bf16": bf16, "params_dtype": torch.bfloat16 if bf16 else torch.float32}
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return {
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        "params_dtype": dtypes.get(precision, torch.float32),
+    }
 
 
 def _transformer_sizes(layout: Layout) -> dict[str, Any]:

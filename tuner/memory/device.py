@@ -62,6 +62,7 @@ def handlers() -> dict[Any, Handler]:
         aten.masked_select.default: _masked_select,
         aten.sum.dim_IntList: _sum,
         aten.equal.default: lambda recorder, func, args, kwargs: True,
+        aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
         aten.record_stream.default: lambda recorder, func, args, kwargs: None,
     }
 
@@ -115,6 +116,11 @@ def _sum(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     else:
         recorder.values.carry(func, args, kwargs, result)
     return result
+
+
+def _unscale(recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Scaled gradients are taken to be finite, or the optimizer would skip its step."""
+    recorder.values.set(args[1], torch.zeros(args[1].shape))
 
 
 @contextmanager

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from trainables.megatron_core.cpu_device import replaced
 from trainables.megatron_core.graphs import LayerGraphs, graphed_schedule
 from trainables.megatron_core.schedule import unwrapped
 from tuner.memory import graphs
@@ -47,20 +49,36 @@ def megatron_core_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], boo
         fields |= dict.fromkeys(_WEIGHTS_IN_FP8, True)
     if graphs.uses_graphs(fields):
         fields = graphs.with_early_capture(fields)
-    if fields.get("transformer_impl") == "local":
-        raise UnsupportedError(
-            "the local layers are modelled on the CPU only",
-            field="transformer_impl",
-            fix="use transformer_engine",
-        )
-    balancing = fields.get("moe_router_load_balancing_type")
-    if "sinkhorn" in (balancing if isinstance(balancing, (list, tuple)) else [balancing]):
-        raise UnsupportedError(
-            "sinkhorn routing iterates until its values converge, and a dry run has no values",
-            field="moe_router_load_balancing_type",
-            fix="set it to aux_loss",
-        )
     return fields, bool(fields.pop(ATTENTION_MASK, False))
+
+
+@contextmanager
+def layers_as_specified() -> Iterator[None]:
+    """Keep Megatron-Core's own layers; real runs of this package swap some for leaner ones."""
+    from trainables.megatron_core import model
+
+    with replaced(model, with_memory_lean_layers=lambda spec: spec):
+        yield
+
+
+@contextmanager
+def sinkhorn_converges() -> Iterator[None]:
+    """transformer/moe/moe_utils.py `sinkhorn` iterates until its values stand still: once here.
+
+    Each iteration allocates what the first does.
+    """
+    from megatron.core.transformer.moe import router
+
+    iterate = router.sinkhorn
+
+    def sinkhorn(cost: torch.Tensor, *options: Any, **more: Any) -> Any:
+        import torch
+
+        with replaced(torch.Tensor, __bool__=lambda self: False):  # "not yet" is over
+            return iterate(cost, *options, **more)
+
+    with replaced(router, sinkhorn=sinkhorn):
+        yield
 
 
 class ScriptStep:

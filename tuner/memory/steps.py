@@ -88,7 +88,12 @@ def record_in_framework(request: DryRunRequest) -> tuple[Trace, dict[str, str]]:
         recorder = Recorder(host_counts=local, handlers=device.handlers(), values=values)
         stack.enter_context(device.device_without_data(recorder, request.architecture))
         config, attention_mask = script.megatron_core_config(request.config)
-        plan = build_plan(_trial(request, config), use_transformer_engine=not local)
+        own_layers = local or config.get("transformer_impl") == "local"
+        plan = build_plan(_trial(request, config), use_transformer_engine=not own_layers)
+        if not local:
+            stack.enter_context(script.sinkhorn_converges())
+        if own_layers and not local:
+            stack.enter_context(script.layers_as_specified())
         values.density = _routing_density(plan.transformer)
         if graphs.uses_graphs(plan.transformer):
             stack.enter_context(graphs.graphs_can_be_captured(recorder))

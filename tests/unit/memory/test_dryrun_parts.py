@@ -54,7 +54,7 @@ def test_what_outlives_its_forward_pass_is_an_activation() -> None:
     assert breakdown_at(trace, 1) == {ACTIVATIONS: 10, FORWARD_TRANSIENTS: 20}
 
 
-@pytest.mark.parametrize("field", ["use_megatron_fsdp", "tp_comm_overlap"])
+@pytest.mark.parametrize("field", ["use_megatron_fsdp", "use_torch_fsdp2"])
 def test_settings_without_a_model_are_refused_by_name(field) -> None:
     with pytest.raises(UnsupportedError, match=field):
         megatron_core_config({field: True})

@@ -18,6 +18,7 @@ from tuner.memory.graphs import weak_reference
 from tuner.memory.kernels import modules_in_place
 from tuner.memory.recorder import allocate
 from tuner.memory.te import (
+    apex,
     attention,
     base,
     checkpoint,
@@ -89,12 +90,6 @@ def _general_gemm(
         out = allocate((*rows, columns), out_dtype or b.dtype)
     issue.gemm(math.prod(rows), columns, depth, b.dtype, output_bytes=out.element_size())
     return out, None, None, None
-
-
-def _weight_product(inputs: torch.Tensor, gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
-    width, depth = gradient.shape[-1], inputs.shape[-1]
-    written = 2 * main_grad.element_size()
-    issue.gemm(width, depth, rows_of(inputs), inputs.dtype, output_bytes=written)
 
 
 def _modules() -> dict[str, dict[str, Any]]:
@@ -205,13 +200,7 @@ def _modules() -> dict[str, dict[str, Any]]:
             "cast_master_weights_to_fp8": primary.cast_master_weights_to_fp8,
         },
         f"{top}.float8_tensor": {"Float8Tensor": primary.Float8Tensor},
-        # Not part of Transformer Engine: the extension of Apex that adds weight gradients to
-        # `main_grad` in Megatron-Core's own linear layers.
-        "fused_weight_gradient_mlp_cuda": {
-            "wgrad_gemm_accum_fp32": _weight_product,
-            "wgrad_gemm_accum_fp16": _weight_product,
-        },
-    }
+    } | apex.MODULES
 
 
 @contextmanager
