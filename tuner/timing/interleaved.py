@@ -61,6 +61,11 @@ class Interleaved(Recurrence):
         self._backward_in = np.full_like(self.free, NEVER)
         self._around_forward = np.full_like(self.free[0], NEVER)
         self._around_backward = np.full_like(self.free[0], NEVER)
+        self._flushes = pipeline.overlap_warmup_flush
+        longest = durations.p2p.max(axis=0, initial=0.0)
+        shortest = np.minimum(durations.forward.min(axis=0), durations.backward.min(axis=0))
+        self._prompt = bool((longest <= shortest).all()) and not pipeline.combined
+        """In the steady part no receiver asks for data later than the data could be there."""
         self._wrapped_forward: dict[int, np.ndarray] = {}
         self._wrapped_backward: dict[int, np.ndarray] = {}
 
@@ -84,7 +89,7 @@ class Interleaved(Recurrence):
         self._overlapped_backward(plan, ready)
 
     def times(self) -> PipelineTimes:
-        if self.pipeline.overlap_warmup_flush:
+        if self._flushes:
             np.maximum(self.free[1:], self._backward_in[:-1], out=self.free[1:])
         return super().times()
 
@@ -127,7 +132,7 @@ class Interleaved(Recurrence):
             for stage, chunk in plan.first:
                 released = self.durations.release[chunk * stages + stage]
                 np.maximum(free[stage], released, out=free[stage])
-        posted = free.copy() if self.pipeline.overlap_warmup_flush else free
+        posted = free.copy() if self._flushes else free
         if self.log is not None:
             self.log.forward_start[slot] = free[:, 0]
         for at, rows in plan.forward_parts:
@@ -141,7 +146,7 @@ class Interleaved(Recurrence):
         ba, bb = plan.backward
         free, durations = self.free, self.durations
         np.maximum(free[ba:bb], self._backward_in[ba:bb], out=free[ba:bb])
-        posted = free.copy() if self.pipeline.overlap_warmup_flush else free
+        posted = free.copy() if self._flushes else free
         if self.log is not None:
             self.log.backward_start[slot] = free[:, 0]
         for at, rows in plan.backward_parts:
@@ -180,6 +185,22 @@ class Interleaved(Recurrence):
             free[s] += p2p[s]
             np.maximum(free[s + 1], free[s], out=free[s + 1])
 
+    def _arrivals(
+        self,
+        sends: np.ndarray,
+        receives: np.ndarray,
+        p2p: np.ndarray,
+        out: np.ndarray | None,
+        plan: _Slot,
+    ) -> np.ndarray:
+        """When transfers end that both sides have asked for at these times."""
+        if plan.steady and self._prompt:
+            prompt: np.ndarray = np.add(sends, p2p, out=out)
+            return prompt
+        arrivals: np.ndarray = np.maximum(sends, receives, out=out)
+        arrivals += p2p
+        return arrivals
+
     def _overlapped_forward(self, plan: _Slot, posted: np.ndarray) -> None:
         """Send what the forward passes made; `posted` is when overlapped warm-ups wait for it."""
         fa, fb = plan.forward
@@ -187,15 +208,15 @@ class Interleaved(Recurrence):
             return
         free, p2p, stages = self.free, self.durations.p2p, self.pipeline.stages
         waiting = free
-        if self.pipeline.overlap_warmup_flush and plan.warmup_below > 1:
+        if self._flushes and plan.warmup_below > 1:
             waiting = free.copy()
             waiting[1 : plan.warmup_below] = posted[1 : plan.warmup_below]
         to = min(fb, stages - 1)
         old = self._forward_in[fa + 1 : to + 1]
-        arrivals = np.maximum(
-            free[fa:to], waiting[fa + 1 : to + 1], out=old if plan.steady else None
-        )
-        arrivals += p2p[fa:to]
+        sends, receives = free[fa:to], waiting[fa + 1 : to + 1]
+        # Where every stage has waited for its last send already, nothing needs the old arrivals.
+        settled = plan.steady or (not self._flushes and fb <= plan.warmup_below)
+        arrivals = self._arrivals(sends, receives, p2p[fa:to], old if settled else None, plan)
         around = NEVER
         if plan.wraps_forward:
             around = np.maximum(free[-1], waiting[0]) + p2p[-1]
@@ -203,12 +224,11 @@ class Interleaved(Recurrence):
         if fb == stages:
             np.maximum(free[-1], self._around_forward, out=free[-1])
             self._around_forward[:] = around
-        if plan.steady:
-            return
-        np.maximum(free[fa:to], old, out=free[fa:to])
-        old[:] = arrivals
+        if not settled:
+            np.maximum(sends, old, out=sends)
+            old[:] = arrivals
         blocked = min(fb, plan.warmup_below)
-        if self.pipeline.overlap_warmup_flush or fa >= blocked:
+        if self._flushes or fa >= blocked:
             return
         out = slice(fa, min(to, blocked))
         np.maximum(free[out], arrivals[: out.stop - fa], out=free[out])
@@ -226,15 +246,16 @@ class Interleaved(Recurrence):
         free, p2p, stages = self.free, self.durations.p2p, self.pipeline.stages
         waiting = free
         flushing = min(plan.flush_below, stages - 1)
-        if self.pipeline.overlap_warmup_flush and flushing > 0:
+        if self._flushes and flushing > 0:
             waiting = free.copy()
             waiting[:flushing] = posted[:flushing]
         to = max(ba, 1)
         old = self._backward_in[to - 1 : bb - 1]
-        arrivals = np.maximum(
-            free[to:bb], waiting[to - 1 : bb - 1], out=old if plan.steady else None
+        sends, receives = free[to:bb], waiting[to - 1 : bb - 1]
+        settled = plan.steady or (not self._flushes and bb <= plan.flush_below)
+        arrivals = self._arrivals(
+            sends, receives, p2p[to - 1 : bb - 1], old if settled else None, plan
         )
-        arrivals += p2p[to - 1 : bb - 1]
         around = NEVER
         if plan.wraps_backward:
             around = np.maximum(free[0], waiting[-1]) + p2p[-1]
@@ -242,12 +263,11 @@ class Interleaved(Recurrence):
         if ba == 0:
             np.maximum(free[0], self._around_backward, out=free[0])
             self._around_backward[:] = around
-        if plan.steady:
-            return
-        np.maximum(free[to:bb], old, out=free[to:bb])
-        old[:] = arrivals
+        if not settled:
+            np.maximum(sends, old, out=sends)
+            old[:] = arrivals
         blocked = min(bb, plan.flush_below)
-        if self.pipeline.overlap_warmup_flush or ba >= blocked:
+        if self._flushes or ba >= blocked:
             return
         out = slice(to, max(to, blocked))
         np.maximum(free[out], arrivals[: out.stop - to], out=free[out])
@@ -270,7 +290,7 @@ def _plan(pipeline: Pipeline) -> tuple[tuple[_Slot, ...], int, tuple[int, int]]:
     slots = _lead(pipeline) + pipeline.passes
     full = pipeline.microbatches // pipeline.group * pipeline.group * pipeline.chunks
     plan = tuple(_slot(pipeline, table, slot) for slot in range(slots))
-    return plan, slots, (_lead(pipeline), full)
+    return plan, slots, (_lead(pipeline), min(full, pipeline.passes - 1))
 
 
 def _slot(pipeline: Pipeline, table: list[tuple[int, int]], slot: int) -> _Slot:
