@@ -93,6 +93,7 @@ def bridge_launch(row: Mapping[str, Any]) -> Launch:
     extra, environment = _extra(row)
     config |= extra
     config |= _offload(row) | _dispatcher(row)
+    config |= _provided(config)
     note = f"recipe settings of {recipe['source']}" if recipe else "recipe settings at defaults"
     return Launch(
         model=_model(row, recipe),
@@ -189,6 +190,20 @@ def _dispatcher(row: Mapping[str, Any]) -> dict[str, Any]:
         fields["moe_token_dispatcher_type"] = published["type"]
     if published.get("flex_backend"):
         fields["moe_flex_dispatcher_backend"] = published["flex_backend"]
+    return fields
+
+
+def _provided(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What model providers set where a row shows the default of Megatron-Core's dataclass.
+
+    src/megatron/bridge/models/*/*_bridge.py: every model with experts is given the all-to-all
+    dispatcher and fused permutation; recipes change the dispatcher to "flex" or not at all.
+    """
+    fields: dict[str, Any] = {}
+    if config.get("moe_token_dispatcher_type") == "allgather":
+        fields["moe_token_dispatcher_type"] = "alltoall"
+    if config.get("moe_permute_fusion") is False:
+        fields["moe_permute_fusion"] = True
     return fields
 
 
