@@ -17,8 +17,9 @@ Transfers follow `P2PCommunicator`:
   receive, which happens one pass ahead; only the pass that needs the data waits. In an overlapped
   warm-up or flush a stage also waits for its send before the last one.
 
-Transfers between two stages are taken not to queue behind each other: with `p2p_s` no longer than
-a pass they never do, and results equal an event by event simulation of Megatron-Core's own calls.
+Transfers between two stages are taken not to queue behind each other. With `p2p_s` no longer than a
+pass they never do, and results equal an event by event simulation of Megatron-Core's own calls;
+with transfers of up to six passes steps end within 3 % of it (tests/unit/timing/test_schedule.py).
 """
 
 from __future__ import annotations

@@ -72,6 +72,9 @@ def test_passes_run_when_megatron_core_runs_them(pipeline):
             )
             assert (columns.start_s[row], columns.end_s[row]) == pytest.approx(expected[key]), key
         assert found.end_s == pytest.approx(ends)
+    long = rng.uniform(0.5, 3.0, pipeline.stages)
+    _, ends = replay(noted, forward, backward, long)
+    assert simulate(pipeline, forward, backward, long).end_s == pytest.approx(ends, rel=0.03)
 
 
 @pytest.mark.parametrize(
