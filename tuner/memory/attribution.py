@@ -83,6 +83,7 @@ class Attribution:
     @contextmanager
     def active(self) -> Iterator[None]:
         from megatron.core.pipeline_parallel import schedules
+        from megatron.core.pipeline_parallel.utils import ScheduleNode
 
         recorder = self._recorder
 
@@ -106,6 +107,14 @@ class Attribution:
                     schedules,
                     forward_step=in_phase(FORWARD, schedules.forward_step),
                     backward_step=in_phase(BACKWARD, schedules.backward_step),
+                )
+            )
+            # The parts of a layer, where one micro-batch's are mixed with another's.
+            stack.enter_context(
+                replaced(
+                    ScheduleNode,
+                    forward=in_phase(FORWARD, ScheduleNode.forward),
+                    backward=in_phase(BACKWARD, ScheduleNode.backward),
                 )
             )
             yield

@@ -21,6 +21,7 @@ FORWARD_TRANSIENTS = "forward transients"
 RECOMPUTE_TRANSIENTS = "recompute transients"
 BACKWARD_TRANSIENTS = "backward transients"
 OPTIMIZER_TRANSIENTS = "optimizer transients"
+CUDA_GRAPHS = "CUDA graphs"
 COMMUNICATION = "communication buffers"
 WORKSPACES = "library workspaces"
 OTHER = "other"
@@ -35,6 +36,7 @@ CATEGORIES = (
     RECOMPUTE_TRANSIENTS,
     BACKWARD_TRANSIENTS,
     OPTIMIZER_TRANSIENTS,
+    CUDA_GRAPHS,
     COMMUNICATION,
     WORKSPACES,
     OTHER,
@@ -46,6 +48,7 @@ _BY_PHASE = {
     "recompute": RECOMPUTE_TRANSIENTS,
     "backward": BACKWARD_TRANSIENTS,
     "optimizer": OPTIMIZER_TRANSIENTS,
+    "graph capture": CUDA_GRAPHS,
     "step": COMMUNICATION,
     "build": OTHER,
 }

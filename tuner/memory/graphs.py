@@ -96,7 +96,7 @@ class _Addresses:
         self._numbers = itertools.count(1)
 
     def of(self, tensor: torch.Tensor) -> int:
-        return self._base(tensor) + tensor.storage_offset() * tensor.element_size()
+        return self._base(tensor) + int(tensor.storage_offset()) * tensor.element_size()
 
     def share(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
         """Let `other`, without storage of its own, lie where `tensor` lies."""
@@ -148,7 +148,7 @@ def graphs_can_be_captured(recorder: Recorder) -> Iterator[None]:
     def capture(graph: Any, pool: Any = None, **options: object) -> Iterator[None]:
         recorder.mark(EMPTY_CACHE)  # so does `torch.cuda.graph`
         graph._pool = next(pools) if pool is None else pool[1]
-        with recorder.in_pool(graph._pool):
+        with recorder.in_pool(graph._pool), recorder.in_phase(CAPTURE):
             yield
 
     addresses = _Addresses()

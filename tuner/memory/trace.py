@@ -45,8 +45,8 @@ class Trace:
     same negative on free; no rounding is applied. `module`, `phase` and `category` (int32) index
     the name tables: which module made the block, in which phase the *event* happened, and what the
     block holds. `markers` are (event index, name): the marker lies before the event of that index.
-    `pool` (int32) is the number of the private pool of CUDA graphs that the block is from, 0 for the
-    ordinary pool; None where no graph was captured.
+    `pool` (int32) is the number of the private pool of CUDA graphs that the block is from, 0 for
+    the ordinary pool; None where no graph was captured.
     """
 
     block: NDArray[np.int64]
@@ -143,7 +143,7 @@ class Trace:
                 (int(event), str(name))
                 for event, name in zip(data["marker_events"], data["marker_names"], strict=True)
             )
-            values["pool"] = data["pool"] if "pool" in data else None
+            values["pool"] = data.get("pool")
             values["kernel_markers"] = data["kernel_markers"]
             values["kernels"] = KernelLog.from_arrays(data, _KERNEL_PREFIX)
         return cls(**values, markers=markers)

@@ -73,7 +73,8 @@ class _Layer:
                 self._origins.append(origin)
                 self._shapes.append((origin.shape, origin.dtype))
                 issue.memory(origin.numel() * origin.element_size(), "host_copy")
-            self._views.append((tensor.shape, tensor.stride(), tensor.storage_offset(), index))
+            offset = int(tensor.storage_offset())
+            self._views.append((tensor.shape, tensor.stride(), offset, index))
 
     def release(self) -> None:
         self._away = True
@@ -176,7 +177,7 @@ class _Context:
         layer, synchronizer = self._layer, self._synchronizer
 
         def before_backward(gradients: Any) -> None:
-            engine = torch.autograd.variable.Variable._execution_engine
+            engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(synchronizer.end_backward)
             synchronizer.step_backward(layer)
 
