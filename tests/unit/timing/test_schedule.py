@@ -74,7 +74,7 @@ def test_passes_run_when_megatron_core_runs_them(pipeline):
         assert found.end_s == pytest.approx(ends)
     long = rng.uniform(0.5, 3.0, pipeline.stages)
     _, ends = replay(noted, forward, backward, long)
-    assert simulate(pipeline, forward, backward, long).end_s == pytest.approx(ends, rel=0.03)
+    assert simulate(pipeline, forward, backward, long).end_s == pytest.approx(ends, rel=0.05)
 
 
 @pytest.mark.parametrize(
