@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
     Seconds = NDArray[np.float64]
 
-PARTS = ("compute", "recompute", "tensor", "context", "expert", "host")
+PARTS = ("compute", "recompute", "tensor", "context", "expert", "data", "host")
 """What the seconds of a pass are spent on: kernels, kernels and collectives of recompute, exposed
-communication of tensor, context and expert parallelism, and waiting for the host."""
+communication of tensor, context, expert and (with fully sharded weights) data parallelism, and
+waiting for the host."""
 
 _PART_OF_GROUP = {"cp": "context", "ep": "expert", "tp-ep": "expert", "etp": "expert"}
 
@@ -41,14 +42,15 @@ class Surroundings:
 
     `graphed` are the captured parts of a layer (`SCOPES`), `whole` says that the host launches
     nothing (full-iteration graphs). `dispatcher` is "alltoall", "deepep" or "hybridep".
+    `fused_experts` says that activation and quantisation are part of the experts' products.
     """
 
     graphed: frozenset[str]
     whole: bool
     userbuffers: bool
-    overlapped_experts: bool
     dispatcher: str
     topk: int
+    fused_experts: bool
 
     @classmethod
     def of(cls, candidate: Candidate, topk: int) -> Surroundings:
@@ -59,9 +61,12 @@ class Surroundings:
             graphed=_graphed(candidate),
             whole=candidate.cuda_graph_impl == "full_iteration",
             userbuffers=bool(extra.get("tp_comm_overlap")),
-            overlapped_experts=bool(extra.get("overlap_moe_expert_parallel_comm")),
             dispatcher=str(backend) if flex else "alltoall",
             topk=topk,
+            fused_experts=bool(
+                extra.get("use_transformer_engine_op_fuser")
+                and extra.get("moe_mlp_glu_interleave_size")
+            ),
         )
 
 
@@ -99,7 +104,7 @@ def pass_seconds(
     graphed = _graphed_rows(unit, forward, around)
     device = device_seconds(log, machine.gpu, rates)
     _fused_permutation(log, device, around)
-    launches = _launches(log)
+    _fused_experts(log, device, around)
     gap = np.where(graphed, rates.graph_gap_s, rates.kernel_gap_s)
     on_device = _on_device(log)
     device = device + gap * on_device
@@ -111,7 +116,7 @@ def pass_seconds(
     for row, part, seconds in exposed:
         parts["recompute" if repeated[row] else part] += seconds
     total = sum(parts.values())
-    host = _host_seconds(launches, graphed, around, rates)
+    host = _host_seconds(log, graphed, around, rates)
     parts["host"] = max(0.0, host - total)
     return np.array([parts[name] for name in PARTS])
 
@@ -158,20 +163,22 @@ def _launches(log: KernelLog) -> NDArray[np.float64]:
     weights = np.ones(len(log))
     for kind, weight in _LAUNCH_WEIGHT.items():
         weights[log.kind == KIND[kind]] = weight
-    return weights + np.where(log.kind == KIND["grouped_gemm"], log.batch, 0)
+    return weights
 
 
 def _host_seconds(
-    launches: NDArray[np.float64],
+    log: KernelLog,
     graphed: NDArray[np.float64],
     around: Surroundings,
     rates: Rates,
 ) -> float:
+    """Host work of a pass: launches, each local expert of a grouped product, and graphs."""
     if around.whole:
         return 0.0
     graphs = len(around.graphed) if graphed.any() else 0
-    eager = float((launches * (1.0 - graphed)).sum()) * rates.host_kernel_s
-    return eager + graphs * rates.graph_launch_s
+    experts = np.where(log.kind == KIND["grouped_gemm"], log.batch, 0)
+    each = _launches(log) * rates.host_kernel_s + experts * rates.host_expert_s
+    return float((each * (1.0 - graphed)).sum()) + graphs * rates.graph_launch_s
 
 
 def _fused_permutation(log: KernelLog, device: Seconds, around: Surroundings) -> None:
@@ -182,6 +189,19 @@ def _fused_permutation(log: KernelLog, device: Seconds, around: Surroundings) ->
     """
     left = {"alltoall": 1.0, "deepep": 0.5}.get(around.dispatcher, 0.0)
     device[log.kind == KIND["permute"]] *= left
+
+
+def _fused_experts(log: KernelLog, device: Seconds, around: Surroundings) -> None:
+    """One operation for both layers of the experts and what lies between them.
+
+    Transformer Engine's grouped MLP (pytorch/ops/fused) with gates and values interleaved.
+    """
+    products = np.flatnonzero(log.kind == KIND["grouped_gemm"])
+    if not around.fused_experts or not len(products):
+        return
+    between = np.zeros(len(log), dtype=bool)
+    between[products[0] : products[-1]] = True
+    device[between & np.isin(log.kind, [KIND["memory"], KIND["quantize"]])] = 0.0
 
 
 def _exposed(
@@ -195,7 +215,7 @@ def _exposed(
     found = []
     rates = machine.rates
     rows = np.flatnonzero(log.kind == KIND["collective"])
-    for row in rows:
+    for row in rows.tolist():
         name = GROUPS[log.group[row]]
         span = group_span(
             name, int(log.group_size[row]), candidate, machine.links, machine.world_size
@@ -205,7 +225,7 @@ def _exposed(
         part = _PART_OF_GROUP.get(name, "tensor")
         if operation == "all_to_all" and part == "expert":
             size *= _once_per_rank(span, around)
-        seconds = collectives.seconds(operation, size, span, machine.links, rates)
+        seconds = float(collectives.seconds(operation, size, span, machine.links, rates))
         beside = bool(log.asynchronous[row])
         if part == "tensor" and around.userbuffers and seconds > rates.link_latency_s:
             seconds *= 1.0 - rates.userbuffers_hidden
@@ -213,9 +233,7 @@ def _exposed(
             cover = _next_kernel(log, device, row)
             hidden = min(seconds, cover)
             seconds = seconds - hidden + rates.contention * hidden
-        if part == "expert" and around.overlapped_experts:
-            seconds *= 1.0 - rates.expert_hidden
-        found.append((int(row), part, seconds))
+        found.append((row, part, seconds))
     return found
 
 

@@ -1,6 +1,6 @@
 """Kernels of the units of a model: embedding, each kind of layer, multi-token prediction, head.
 
-A dry run of two layers of each kind, one replica and no pipeline, has every kernel that any
+A dry run of one layer of each kind, one replica and no pipeline, has every kernel that any
 pipeline repeats. Settings that change when kernels are launched, or where tensors lie between
 passes, but not what is computed (graphs, offload, overlap, sharding of state) are left out of it:
 their cost is added by the models of this package.
@@ -26,7 +26,7 @@ from tuner.models import ModelSpec
 
 EMBEDDING, MTP, HEAD = "embedding", "mtp", "head"
 
-_FORMAT = 4
+_FORMAT = 5
 """Part of every cache key: kernels written by other code are not read."""
 
 SCOPES = ("other", "attn", "mlp", "mamba", "moe", "moe_router", "moe_preprocess")
@@ -89,6 +89,7 @@ _NEUTRAL = {
     "offload_modules": None,
     "optimizer_cpu_offload": None,
     "optimizer_offload_fraction": None,
+    "optimizer": "adam",
     "overlap_cpu_optimizer_d2h_h2d": None,
     "tp_comm_overlap": None,
     "fp8_param_gather": None,
@@ -193,18 +194,15 @@ def layer_kinds(model: ModelSpec) -> tuple[str, ...]:
 
 
 def reduced_model(model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
-    """The architecture with two layers of each kind, and the kind of each of its layers."""
+    """The architecture with one layer of each kind, and the kind of each of its layers."""
     kinds = layer_kinds(model)
-    distinct = sorted(set(kinds))
-    layers = [kind for kind in distinct for _ in range(2)]
+    layers = sorted(set(kinds))
     flat = model.to_flat()
     if flat.get("position_embedding_type") == "yarn":
         flat["position_embedding_type"] = "rope"  # other frequencies, the same kernels
     pattern = flat.get("hybrid_layer_pattern")
     if pattern:
-        prediction = pattern.partition("/")[2]
-        letters = "".join(kind.split()[1] for kind in layers)
-        flat["hybrid_layer_pattern"] = letters + (f"/{prediction}" if prediction else "")
+        flat["hybrid_layer_pattern"] = "".join(kind.split()[1] for kind in layers)
         return flat | {"num_layers": len(layers)}, layers
     flat["num_layers"] = len(layers)
     if model.num_moe_experts is not None:
@@ -236,7 +234,45 @@ def model_kernels(
         architecture=architecture,
         **run,
     )
-    return replace(_kernels_of(_Key(request)), kinds=layer_kinds(model))
+    return _of_model(_Key(request), layer_kinds(model), _predicted(model))
+
+
+@lru_cache(maxsize=4096)
+def _of_model(key: _Key, kinds: tuple[str, ...], predicted: tuple[str, ...]) -> ModelKernels:
+    """The kernels of a request for a model whose layers are `kinds` and, predicting, `predicted`.
+
+    A hybrid model's prediction layers are layers of its own kinds and one more output layer.
+    """
+    found = _kernels_of(key)
+    units = dict(found.units)
+    if predicted:
+        units[MTP] = _joined([units[name] for name in predicted] + [units[HEAD]])
+    return replace(found, units=units, kinds=kinds)
+
+
+def _predicted(model: ModelSpec) -> tuple[str, ...]:
+    """The kinds of the prediction layers of a hybrid model."""
+    pattern = getattr(model, "hybrid_layer_pattern", None)
+    if not pattern:
+        return ()
+    from tuner.models.hybrid import parse_pattern
+
+    parsed = parse_pattern(pattern)
+    return tuple(f"hybrid {letter}" for letter in parsed.prediction * parsed.depths)
+
+
+def _joined(units: Sequence[UnitKernels]) -> UnitKernels:
+    """Units one after the other as one."""
+    import numpy as np
+
+    return UnitKernels(
+        forward=concatenated([unit.forward for unit in units]),
+        backward=concatenated([unit.backward for unit in units[::-1]]),
+        scope=np.concatenate([unit.scope for unit in units]),
+        recomputed=np.concatenate([unit.recomputed for unit in units[::-1]]),
+        dense_parameters=sum(unit.dense_parameters for unit in units[:-1]),
+        expert_parameters=sum(unit.expert_parameters for unit in units[:-1]),
+    )
 
 
 class _Key:
@@ -255,7 +291,7 @@ class _Key:
 
 @lru_cache(maxsize=4096)
 def _kernels_of(key: _Key) -> ModelKernels:
-    from tuner.memory.profile import cache_folder
+    from tuner.memory.composition.measure import cache_folder
 
     name = hashlib.sha256(key.text.encode()).hexdigest()[:32]
     folder = cache_folder() / "kernels"
@@ -306,7 +342,7 @@ def read_kernels(
             parameters.get(MTP, (0, 0)),
         )
     kinds = _request_kinds(request)
-    for layer in range(1, layers, 2):  # the second of each kind: the first meets other neighbours
+    for layer in range(layers):
         units[kinds[layer]] = windows.unit(
             boundaries.layer_forward_start(layer),
             boundaries.layer_forward_end(layer),
@@ -436,7 +472,7 @@ def _is_fp32(request: DryRunRequest) -> bool:
 
 
 def _world_size(candidate: Candidate) -> int:
-    from tuner.memory.profile import profile_world_size
+    from tuner.memory.composition.measure import profile_world_size
 
     return profile_world_size(candidate)
 
@@ -491,9 +527,3 @@ def _load(path: Path) -> ModelKernels:
             kinds=tuple(str(kind) for kind in data["kinds"]),
             **{name: float(data[name]) for name in _WHOLE},
         )
-
-
-def whole_pass(units: Sequence[UnitKernels], forward: bool) -> KernelLog:
-    """The operations of units run one after the other, backward in reverse."""
-    logs = [unit.forward if forward else unit.backward for unit in units]
-    return concatenated(logs if forward else logs[::-1])
