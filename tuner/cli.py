@@ -92,12 +92,16 @@ def estimate(
     method: Annotated[
         Method, typer.Option(help="dryrun: real Megatron-Core on tensors without data.")
     ] = Method.DRYRUN,
+    timeline: Annotated[
+        Path | None,
+        typer.Option("--timeline", help="Write the predicted step there, a trace for Perfetto."),
+    ] = None,
     output: Format = OutputFormat.TEXT,
 ) -> None:
     """Predict peak memory per rank, and whether it fits the GPU; no GPU is needed."""
     from tuner.commands.estimate import run_estimate
 
-    raise typer.Exit(run_estimate(config, jsonl, as_json=output is OutputFormat.JSON))
+    raise typer.Exit(run_estimate(config, jsonl, timeline=timeline, as_json=output is OutputFormat.JSON))
 
 
 @app.command()
@@ -153,6 +157,20 @@ def run(
     from tuner.commands.run import run_one
 
     raise typer.Exit(run_one(config, folder, as_json=output is OutputFormat.JSON))
+
+
+@app.command()
+def report(
+    study: Annotated[Path, typer.Argument(help="Study directory.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="HTML file; default: report.html in the study.")
+    ] = None,
+    output: Format = OutputFormat.TEXT,
+) -> None:
+    """Write one HTML file that says what a study found; it opens without a network."""
+    from tuner.commands.report import run_report
+
+    raise typer.Exit(run_report(study, out, as_json=output is OutputFormat.JSON))
 
 
 @calibrate.command("measure")
