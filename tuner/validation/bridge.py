@@ -106,8 +106,18 @@ def bridge_launch(row: Mapping[str, Any]) -> Launch:
         gpus_per_node=row.get("gpus_per_node") or 8,
         link_domain_gpus=row.get("nvlink_domain"),
         environment=environment,
+        te_version=_transformer_engine(row),
         assumptions=(note,),
     )
+
+
+def _transformer_engine(row: Mapping[str, Any]) -> str | None:
+    """The version that the row's commit of Bridge is locked to, where known."""
+    named = str(row.get("source_version"))
+    for commit, version in _facts()["transformer_engine"].items():
+        if commit in named:
+            return str(version)
+    return None
 
 
 def _recipe(row: Mapping[str, Any]) -> dict[str, Any]:

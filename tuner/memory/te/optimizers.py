@@ -11,6 +11,10 @@ from typing import Any
 import torch
 
 from tuner.memory import issue
+from tuner.memory.te.state import process
+
+_NARROW_MOMENTS_SINCE = (2, 14)
+"""From here on the kernel reads bfloat16 moments itself (`fuse_unscale`)."""
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -47,6 +51,10 @@ class FusedAdam(torch.optim.Optimizer):
             },
         )
         self.master_weights = master_weights
+        self._reads_moments = (
+            exp_avg_dtype is exp_avg_sq_dtype is torch.bfloat16
+            and process.version >= _NARROW_MOMENTS_SINCE
+        )
         self.store_param_remainders = (
             store_param_remainders and master_weights and master_weight_dtype is torch.float32
         )
@@ -102,6 +110,8 @@ class FusedAdam(torch.optim.Optimizer):
                 # Narrow states are widened for the kernel, all at once, and written back.
                 for name, value in self.state[parameter].items():
                     if name == "master_param" and remainders:
+                        continue
+                    if name != "master_param" and self._reads_moments:
                         continue
                     if value.dtype is not torch.float32:
                         widened.append(value.float())
