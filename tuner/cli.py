@@ -101,7 +101,9 @@ def estimate(
     """Predict peak memory per rank, and whether it fits the GPU; no GPU is needed."""
     from tuner.commands.estimate import run_estimate
 
-    raise typer.Exit(run_estimate(config, jsonl, timeline=timeline, as_json=output is OutputFormat.JSON))
+    raise typer.Exit(
+        run_estimate(config, jsonl, timeline=timeline, as_json=output is OutputFormat.JSON)
+    )
 
 
 @app.command()
@@ -245,9 +247,35 @@ def export(
     """Write a configuration in the form a training job takes."""
     from tuner.commands.export import run_export
 
-    raise typer.Exit(
-        run_export(source, to, mcore, file, as_json=output is OutputFormat.JSON)
-    )
+    raise typer.Exit(run_export(source, to, mcore, file, as_json=output is OutputFormat.JSON))
+
+
+@app.command()
+def diagnose(
+    log: Annotated[Path, typer.Argument(help="Training log or error file; '-' is standard input.")],
+    mcore: Annotated[
+        str | None, typer.Option(help="Megatron-Core version of the run; default: installed.")
+    ] = None,
+    frontend: Annotated[str, typer.Option(help="Whose rules judge settings in the log.")] = "mcore",
+    output: Format = OutputFormat.TEXT,
+) -> None:
+    """Say what happened in a run, show the evidence, and what to change."""
+    from tuner.commands.diagnose import run_diagnose
+
+    raise typer.Exit(run_diagnose(log, mcore, frontend, as_json=output is OutputFormat.JSON))
+
+
+@app.command()
+def doctor(
+    tracking_uri: Annotated[
+        str | None, typer.Option(help="MLflow tracking URI to reach; default: the environment's.")
+    ] = None,
+    output: Format = OutputFormat.TEXT,
+) -> None:
+    """Say what this machine has, what is missing, and the command to get it."""
+    from tuner.commands.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(tracking_uri, as_json=output is OutputFormat.JSON))
 
 
 @app.command("job-schema")

@@ -16,14 +16,23 @@ from tuner.formats.reader import expand, read_document
 _GIB = 2**30
 
 
-def run_estimate(config: Path | None, jsonl: Path | None, *, as_json: bool) -> int:
-    """Estimate and print; 0 where everything fits, 1 where something does not."""
+def run_estimate(
+    config: Path | None, jsonl: Path | None, *, timeline: Path | None = None, as_json: bool
+) -> int:
+    """Estimate and print; 0 where everything fits, 1 where something does not.
+
+    `timeline` receives the predicted step of CONFIG.
+    """
     if (config is None) == (jsonl is None):
         raise InputError("give a CONFIG file or --jsonl FILE", fix="see tuner estimate --help")
+    if jsonl is not None and timeline is not None:
+        raise InputError("is of one configuration", field="--timeline", fix="give a CONFIG file")
     if jsonl is not None:
         return _estimate_lines(jsonl)
     assert config is not None
     document = read_document(config, mcore=mcore_version(), effective=True)
+    if timeline is not None:
+        write_timeline(document, timeline, where=str(config), base_folder=config.parent)
     answer = estimate_document(document, where=str(config), base_folder=config.parent)
     if as_json:
         print_json(answer)
@@ -51,6 +60,33 @@ def estimate_document(
         raise error.at(where) from None
     except (ValueError, TypeError) as error:
         raise InputError(str(error), where=where) from None
+
+
+def write_timeline(
+    document: Mapping[str, Any], path: Path, *, where: str, base_folder: Path = Path()
+) -> None:
+    """Write the predicted step of an input document as a trace for Perfetto.
+
+    Raises InputError naming the file for what cannot be timed.
+    """
+    from tuner.measurement import write_json_atomically
+    from tuner.memory import UnsupportedError
+    from tuner.memory.worker_pool import DryRunError
+    from tuner.timing.calibration import Calibration, starting_rates
+    from tuner.timing.predicted import predicted_trace
+
+    gpu = str(document.get("gpu") or "")
+    prior = Calibration.prior(gpu, str(document.get("precision", "bf16")), starting_rates())
+    try:
+        if document.get("model") is not None:
+            model = resolve_model(document["model"], base_folder)
+            document = {**document, "model": model.to_flat()}
+        trace = predicted_trace(document, prior)
+    except InputError as error:
+        raise error.at(where) from None
+    except (UnsupportedError, DryRunError, ValueError) as error:
+        raise InputError(f"cannot be timed: {error}", where=where) from None
+    write_json_atomically(path, trace)
 
 
 def _estimate_lines(path: Path) -> int:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tuner.timing.calibration import Calibration
     from tuner.timing.fitting import Predict
     from tuner.timing.rates import Rates
+    from tuner.timing.step import TimeTable
 
 CPU = "cpu"
 
@@ -167,7 +168,7 @@ def predictor(observations: Sequence[Observation], calibration: Calibration) -> 
     The calibration's device stands in for GPUs that no data sheet describes. Raises
     UnsupportedError or InputError, naming the observation, for steps that the model cannot time.
     """
-    cases = [_Case.of(one, calibration) for one in observations]
+    cases = [_named_case(one, calibration) for one in observations]
     groups: dict[Any, list[int]] = {}
     for index, case in enumerate(cases):
         groups.setdefault(case.shared, []).append(index)
@@ -182,8 +183,8 @@ def predictor(observations: Sequence[Observation], calibration: Calibration) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
-    """An observation made ready: its candidate, its machine and the kernels of its units."""
+class TimedCase:
+    """A configuration made ready: its candidate, its machine and the kernels of its units."""
 
     candidate: Any
     model: Any
@@ -195,50 +196,72 @@ class _Case:
     plain_kernels: Any
     cores: int | None
 
-    @classmethod
-    def of(cls, observation: Observation, calibration: Calibration) -> _Case:
-        from tuner.estimation import EstimateRequest
-        from tuner.timing.microbench_ranks import cores
-        from tuner.timing.topology import Links
-
-        document = dict(observation.document)
-        own = calibration.measured_device() if observation.gpu == CPU else None
-        if observation.gpu == CPU:
-            if own is None:
-                raise InputError(
-                    "has no figures of a CPU", field="device", fix="run tuner calibrate measure"
-                )
-            document["gpu"] = "h100"  # shapes of a request do not depend on it
-        try:
-            request = EstimateRequest.from_document(document)
-        except InputError as error:
-            raise error.at(observation.id) from None
-        gpu = own or request.gpu
-        return cls(
-            candidate=request.candidate,
-            model=request.model,
-            gpu=gpu,
-            links=Links.of(
-                gpu,
-                gpus_per_node=request.gpus_per_node,
-                link_domain_gpus=document.get("link_domain_gpus"),
-            ),
-            world_size=request.world_size,
-            global_batch_size=request.global_batch_size,
-            kernels=_kernels(request, request.candidate, local=own is not None),
-            plain_kernels=_kernels(request, _without_recompute(request), local=own is not None),
-            cores=None if own is None else cores(),
-        )
-
     @property
     def shared(self) -> Any:
         """Cases with equal values are timed together."""
         model = json.dumps(self.model.to_flat(), sort_keys=True, default=str)
         return model, self.gpu.name, self.links, self.world_size, self.global_batch_size
 
+    def table(self, rates: Rates) -> TimeTable:
+        """An empty table of unit times under these rates."""
+        from tuner.timing.passes import Machine
+        from tuner.timing.step import TimeTable
+
+        machine = Machine(self.gpu, self.links, rates, self.world_size, self.cores)
+        return TimeTable(self.model, machine)
+
+    def rows(self, table: TimeTable) -> tuple[int, int]:
+        """This case's row in a table, and the one of its setting without recompute."""
+        return (
+            table.row(self.kernels, self.candidate),
+            table.row(self.plain_kernels, self.candidate),
+        )
+
+
+def timed_case(document: Mapping[str, Any], calibration: Calibration) -> TimedCase:
+    """What `tuner estimate` is asked about, ready to be timed.
+
+    The calibration's device stands in for a CPU. Raises InputError or UnsupportedError.
+    """
+    from tuner.estimation import EstimateRequest
+    from tuner.timing.microbench_ranks import cores
+    from tuner.timing.topology import Links
+
+    document = dict(document)
+    own = calibration.measured_device() if document.get("gpu") == CPU else None
+    if document.get("gpu") == CPU:
+        if own is None:
+            raise InputError(
+                "the calibration has no figures of a CPU",
+                field="device",
+                fix="run tuner calibrate measure --device cpu",
+            )
+        document["gpu"] = "h100"  # the shapes of a request do not depend on it
+    domain = document.pop("link_domain_gpus", None)
+    request = EstimateRequest.from_document(document)
+    gpu = own or request.gpu
+    return TimedCase(
+        candidate=request.candidate,
+        model=request.model,
+        gpu=gpu,
+        links=Links.of(gpu, gpus_per_node=request.gpus_per_node, link_domain_gpus=domain),
+        world_size=request.world_size,
+        global_batch_size=request.global_batch_size,
+        kernels=_kernels(request, request.candidate, local=own is not None),
+        plain_kernels=_kernels(request, _without_recompute(request), local=own is not None),
+        cores=None if own is None else cores(),
+    )
+
+
+def _named_case(observation: Observation, calibration: Calibration) -> TimedCase:
+    try:
+        return timed_case(observation.document, calibration)
+    except InputError as error:
+        raise error.at(observation.id) from None
+
 
 def _without_recompute(request: Any) -> Any:
-    from tuner.memory.profile import without_recompute
+    from tuner.memory.composition.measure import without_recompute
 
     candidate = request.candidate
     return without_recompute(candidate) if candidate.recompute_method == "block" else candidate
@@ -257,18 +280,15 @@ def _kernels(request: Any, candidate: Any, *, local: bool) -> Any:
     )
 
 
-def _step_seconds(cases: Sequence[_Case], rates: Rates) -> NDArray[np.float64]:
-    from tuner.timing.passes import Machine
-    from tuner.timing.step import TimeTable, step_times
+def _step_seconds(cases: Sequence[TimedCase], rates: Rates) -> NDArray[np.float64]:
+    from tuner.timing.step import step_times
 
-    first = cases[0]
-    machine = Machine(first.gpu, first.links, rates, first.world_size, first.cores)
-    table = TimeTable(first.model, machine)
-    times = step_times(
+    table = cases[0].table(rates)
+    rows = [case.rows(table) for case in cases]
+    return step_times(
         [case.candidate for case in cases],
-        [table.row(case.kernels, case.candidate) for case in cases],
-        [table.row(case.plain_kernels, case.candidate) for case in cases],
+        [own for own, _ in rows],
+        [plain for _, plain in rows],
         table,
-        global_batch_size=first.global_batch_size,
-    )
-    return times.step_s
+        global_batch_size=cases[0].global_batch_size,
+    ).step_s
