@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from trainables.megatron_core.cpu_device import replaced
-from tuner.memory.attribution import FORWARD
+from tuner.memory.attribution import BACKWARD_PHASES, FORWARD
+from tuner.memory.cublas import PRODUCTS
 from tuner.memory.recorder import Recorder
 
 FORWARD_START = "forward start"
@@ -21,6 +22,9 @@ FORWARD_END = "forward end"
 BACKWARD_START = "backward start"
 BACKWARD_END = "backward end"
 HEAD_BACKWARD_END = "head backward end"
+OWN_PRODUCT = {False: "own product forward", True: "own product backward"}
+"""PyTorch itself multiplies matrices, on the thread of forward or of backward passes."""
+
 MTP_FORWARD_END = "mtp forward end"
 MTP_BACKWARD_END = "mtp backward end"
 
@@ -75,12 +79,30 @@ def boundaries_marked(recorder: Recorder, model: Any) -> Iterator[None]:
     _final_norm(model.decoder).register_forward_pre_hook(
         lambda module, args: (_Boundary.apply(args[0], recorder, after_layers), *args[1:])
     )
+    _mark_products(recorder)
     with replaced(
         schedules,
         forward_step=marked(schedules.forward_step, FORWARD_START, FORWARD_END),
         backward_step=marked(schedules.backward_step, BACKWARD_START, BACKWARD_END),
     ):
         yield
+
+
+def _mark_products(recorder: Recorder) -> None:
+    """Mark PyTorch's own products, which need its workspace (`cublas`)."""
+    backward = {recorder.phase_code(name) for name in BACKWARD_PHASES}
+
+    def marking(handler: Any) -> Any:
+        def run(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+            recorder.mark(OWN_PRODUCT[recorder.phase in backward])
+            return handler(recorder, func, args, kwargs)
+
+        return run
+
+    for name in PRODUCTS:
+        operator = getattr(torch.ops.aten, name).default
+        if operator in recorder.handlers:
+            recorder.handlers[operator] = marking(recorder.handlers[operator])
 
 
 def _final_norm(decoder: Any) -> Any:

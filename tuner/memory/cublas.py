@@ -21,7 +21,8 @@ _KIB = 1024
 _HOPPER_BYTES = 8 * 4096 * _KIB
 _OTHER_BYTES = 2 * 4096 * _KIB + 8 * 16 * _KIB
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+"""Operators that need a workspace."""
 
 
 def workspace_bytes(environment: Mapping[str, str], architecture: str) -> int:
@@ -46,4 +47,4 @@ def workspace_handlers(size_bytes: int, backward_phases: frozenset[int]) -> dict
                 kept[in_backward] = allocate((size_bytes,), torch.uint8)
         return func(*args, **kwargs)
 
-    return {getattr(torch.ops.aten, name).default: product for name in _PRODUCTS}
+    return {getattr(torch.ops.aten, name).default: product for name in PRODUCTS}

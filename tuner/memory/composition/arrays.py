@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.float64]
 
 _QUANTITIES = tuple(UnitProfile.__dataclass_fields__)
+_PER_PASS = ("forward_change", "forward_peak", "backward_change", "backward_peak", "left")
 _WHOLE = (
     "hidden_bytes",
     "chunk_bytes",
@@ -66,10 +67,6 @@ class ProfileTable:
             [c.expert_model_parallel_size for c in settings]
         )
         self.sharded = np.array([c.use_distributed_optimizer for c in settings])
-        words = {size: model.padded_vocab_size(size) // size for size in set(self.tensor.tolist())}
-        self.word_parameters = (
-            np.array([words[size] for size in self.tensor.tolist()]) * model.hidden_size
-        )
         self._placeholders: dict[frozenset[str], Bytes] = {}
 
     def unit(self, unit: str, quantity: str, rows: Any, plain: bool = False) -> Bytes:
@@ -160,10 +157,13 @@ class Composer:
         found = moments(self.pipeline.shape, stage)
         counts = np.array([(*m.in_flight, m.buffers) for m in found], dtype=np.float64)
         held = counts @ np.stack([*(part.retained for part in parts), self.hidden])
+        left = sum(part.left for part in parts)
         for row, moment in enumerate(found):
-            if moment.forward is not None:
-                part = parts[moment.chunk]
-                held[row] += part.forward_peak if moment.forward else part.backward_peak
+            part = parts[moment.chunk]
+            if moment.forward:
+                held[row] += part.forward_peak + left
+            elif moment.forward is not None:
+                held[row] += part.backward_peak + (left if len(parts) > 1 else left - part.left)
         result: Bytes = held.max(axis=0)
         return result
 
@@ -178,17 +178,19 @@ class Composer:
         zero = np.zeros_like(self.hidden)
         units = self._units(names)
         forward, change = zero, zero
+        left = sum((unit.left for unit in units), zero)
         for unit in units:
             forward = np.maximum(forward, change + unit.forward_peak)
             change = change + unit.forward_change
         takes = EMBEDDING not in names
         gives = HEAD not in names
-        retained = change + self.hidden * (int(takes) - int(gives and self.pipeline.shape.freed))
+        passed = int(takes) - int(gives and self.pipeline.shape.freed)
+        retained = change + left + self.hidden * passed
         backward, change = zero, zero
         for unit in reversed(units):
             backward = np.maximum(backward, change + unit.backward_peak)
             change = change + unit.backward_change
-        return _ChunkBytes(retained, forward, backward)
+        return _ChunkBytes(retained, forward, backward, left)
 
     def _units(self, names: Chunk) -> list[_Unit]:
         """The units of a chunk in order; layers recomputed together are one."""
@@ -214,12 +216,10 @@ class Composer:
         backward = own.backward_peak
         for unit in others:
             backward = backward + unit.forward_change
-        return _Unit(own.forward_change, own.forward_peak, own.backward_change, backward)
+        return _Unit(own.forward_change, own.forward_peak, own.backward_change, backward, own.left)
 
     def _unit(self, name: str, plain: bool = False) -> _Unit:
-        return _Unit(
-            *(self.table.unit(name, quantity, self.rows, plain) for quantity in _QUANTITIES[:4])
-        )
+        return _Unit(*(self.table.unit(name, quantity, self.rows, plain) for quantity in _PER_PASS))
 
     def _static(self, stage: int) -> tuple[Bytes, Bytes, Bytes, Bytes, Bytes]:
         """Weights, gradients, optimizer state, share of parameters, and what else stays."""
@@ -254,14 +254,11 @@ class Composer:
         )
 
     def _copied_embedding(self, names: Sequence[str]) -> Bytes:
-        """Parameters of the embedding that a stage repeats to tie weights or for MTP."""
+        """Parameters of the embedding that a stage repeats for multi-token prediction."""
         import numpy as np
 
         if MTP in names:
             return self.table.unit(EMBEDDING, "dense_parameters", self.rows)
-        if HEAD in names and self.table.model.share_embeddings_and_output_weights:
-            copied: Bytes = self.table.word_parameters[self.rows]
-            return copied
         return np.zeros(len(self.rows))
 
     def _share(self, dense: Bytes, experts: Bytes) -> Bytes:
@@ -283,15 +280,18 @@ class _Unit:
     forward_peak: Bytes
     backward_change: Bytes
     backward_peak: Bytes
+    left: Bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _ChunkBytes:
-    """One model chunk: kept for each micro-batch in flight, and most added by a running pass."""
+    """One model chunk: kept for each micro-batch in flight, most added by a running pass, and left
+    by a backward pass for the next forward pass to free."""
 
     retained: Bytes
     forward_peak: Bytes
     backward_peak: Bytes
+    left: Bytes
 
 
 def breakdown(memory: StageMemory, row: int) -> Mapping[str, int]:

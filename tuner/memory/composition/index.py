@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     Codes = NDArray[np.int64]
 
 _PIPELINE_COLUMNS = (*PIPELINE_FIELDS, *KIND_FIELDS, "recompute_granularity", "recompute_method")
+_STAGES = "pipeline_model_parallel_size"
 _LOOKUP_LIMIT = 1 << 24
 
 
@@ -69,10 +70,12 @@ def index_candidates(
     import numpy as np
 
     table = _Columns(columns)
-    setting_fields = [name for name in table.names if name not in PIPELINE_FIELDS]
-    setting, examples = table.distinct([n for n in setting_fields if _matters(n)])
+    names = [name for name in table.names if name not in PIPELINE_FIELDS and _matters(name)]
+    if model.share_embeddings_and_output_weights and _STAGES in table.names:
+        names.append(_STAGES)
+    setting, examples = table.distinct(names)
     flats = [table.row(int(row)) for row in examples]
-    settings, renumbered = _merged([_setting(flat) for flat in flats])
+    settings, renumbered = _merged([_setting(model, flat) for flat in flats])
     setting = renumbered[setting]
 
     rounds = _rounds(table, world_size, global_batch_size)
@@ -112,9 +115,13 @@ def _matters(name: str) -> bool:
     return not name.startswith("env.PYTORCH") and not name.startswith("env.NCCL")
 
 
-def _setting(flat: dict[str, Any]) -> Candidate:
+def _setting(model: ModelSpec, flat: dict[str, Any]) -> Candidate:
+    """What is profiled; where weights are tied it differs with and without a pipeline."""
+    piped = int(flat.get(_STAGES) or 1) > 1
     for name in PIPELINE_FIELDS:
         flat.pop(name, None)
+    if piped and model.share_embeddings_and_output_weights:
+        flat[_STAGES] = 2
     return Candidate.from_flat(collect_env(flat))
 
 

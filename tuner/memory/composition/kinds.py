@@ -1,4 +1,4 @@
-"""Kinds of layer: layers that allocate alike, and a short model that holds two of each.
+"""Kinds of layer: layers that allocate alike, and a short model that holds a few of each.
 
 A kind is named by what its layers differ in: "dense" or "experts", "windowed" attention, weights
 kept in "bf16" under FP8.
@@ -11,8 +11,10 @@ from typing import Any
 
 from tuner.models import ModelSpec
 
-REPEATS = 2
-"""Layers of each kind in a profile: the first meets other neighbours than the rest."""
+_REPEATS = 2
+_REPEATS_OFFLOADED = 3
+"""Layers of each kind in a profile: the first meets other neighbours than the rest, and the last
+keeps on the device what others offload."""
 
 _EXPERTS, _WINDOWED, _BF16 = "experts", "windowed", "bf16"
 
@@ -35,13 +37,15 @@ def layer_kinds(model: ModelSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
 def profile_model(
     model: ModelSpec, kinds: Sequence[str], config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
-    """A model with `REPEATS` layers of each of `kinds`.
+    """A model with a few layers of each of `kinds`, the second of which is typical.
 
     Gives its architecture, `config` with what depends on the number of layers changed, and the
     kind of each layer.
     """
     chosen = sorted(set(kinds), key=lambda kind: (_BF16 not in kind.split(), kind))
-    layers = tuple(kind for kind in chosen for _ in range(REPEATS))
+    offloaded = config.get("fine_grained_activation_offloading")
+    repeats = _REPEATS_OFFLOADED if offloaded else _REPEATS
+    layers = tuple(kind for kind in chosen for _ in range(repeats))
     words = [kind.split() for kind in layers]
     architecture = model.to_flat()
     architecture["num_layers"] = len(layers)

@@ -98,6 +98,8 @@ def profile_task(
     if flat.get("recompute_granularity") == "full":
         flat |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     architecture, config, kinds = profile_model(model, layer_kinds(model, flat), flat)
+    if candidate.pipeline_model_parallel_size > 1:  # tied weights lie on two ranks
+        architecture.pop("share_embeddings_and_output_weights", None)
     tensor, context = candidate.tensor_model_parallel_size, candidate.context_parallel_size
     world = profile_world_size(candidate)
     request = DryRunRequest(

@@ -37,9 +37,13 @@ class UnitProfile:
     """Bytes of one unit for one micro-batch, and its parameters on one rank.
 
     A forward pass leaves `forward_change` more bytes than it found and adds `forward_peak` at
-    most while it runs; `backward_change` (below zero as a rule) and `backward_peak` are the same of
-    a backward pass. `kept` bytes stay on the device for good besides parameters, gradients and
-    optimizer state, such as cached copies of weights in FP8.
+    most while it runs; `backward_change` (below zero as a rule) and `backward_peak` are the same
+    of a backward pass. A layer's backward pass takes back what its forward pass added.
+
+    `kept` bytes stay on the device for good besides parameters, gradients and optimizer state, such
+    as cached copies of weights in FP8. `left` bytes stay from a backward pass to the unit's next
+    forward pass, which is measured with them there: a layer of experts that was recomputed holds
+    its input and its gradient through its routing probabilities (moe/token_dispatcher.py).
     """
 
     forward_change: int
@@ -47,6 +51,7 @@ class UnitProfile:
     backward_change: int
     backward_peak: int
     kept: int
+    left: int
     dense_parameters: int
     expert_parameters: int
     weight_bytes: int
@@ -100,17 +105,15 @@ def read_profile(
     placeholders: dict[str, dict[str, int]] = json.loads(versions.pop("placeholders"))
     own = json.loads(versions.pop("low_precision_weights"))
     windows = _Windows(trace, request.steps)
-    held = _Held(trace, windows.start, len(kinds), own)
+    held = _Held(trace, windows.forward, len(kinds), own)
     units, shared = {}, {}
     for unit, spans in _spans(kinds, MTP in parameters).items():
         name = f"layer {spans.layer}" if spans.layer is not None else unit
-        units[unit] = windows.unit(spans, held.units.get(name, 0), parameters.get(name, [0, 0, 0]))
+        stays = (held.units.get(name, 0), held.left.get(name, 0))
+        units[unit] = windows.unit(spans, stays, parameters.get(name, [0, 0, 0]))
         shared[unit] = dict(placeholders.get(name, {}))
-    workspace = held.modules.get(CUBLAS_WORKSPACE, 0)
-    if workspace:  # PyTorch's own products: the output layer, and routers
-        for unit in units:
-            if unit in (HEAD, MTP) or "experts" in unit.split():
-                shared[unit][CUBLAS_WORKSPACE] = workspace
+    for name, marker in _own_products(trace, kinds):
+        shared.setdefault(name, {})[marker] = held.workspace
     dense, expert = (sum(counts[i] for counts in parameters.values()) for i in (0, 1))
     shares = dense / shards[0] + expert / shards[1]
     return StepProfile(
@@ -118,7 +121,7 @@ def read_profile(
         hidden_bytes=_hidden_bytes(request),
         placeholders=shared,
         chunk_bytes=held.chunk,
-        constant_bytes=held.rest + held.modules.get(TRANSFORMER_ENGINE_WORKSPACE, 0),
+        constant_bytes=held.rest,
         gradient_bytes_per_parameter=held.categories[GRADIENTS] / (dense + expert),
         state_bytes_per_parameter=held.categories[OPTIMIZER_STATE] / shares,
         step_bytes_per_parameter=windows.step_peak / shares,
@@ -154,7 +157,9 @@ def _spans(kinds: Sequence[str], mtp: bool) -> dict[str, _Spans]:
             (boundaries.layer_forward_end(count - 1), boundaries.MTP_FORWARD_END),
             (boundaries.HEAD_BACKWARD_END, boundaries.MTP_BACKWARD_END),
         )
-    for layer, kind in enumerate(kinds):  # the last of each kind stays
+    for layer, kind in enumerate(kinds):
+        if kinds[:layer].count(kind) != 1:  # the second of each kind is typical
+            continue
         after = layer + 1
         spans[kind] = _Spans(
             (boundaries.layer_forward_start(layer), boundaries.layer_forward_end(layer)),
@@ -176,44 +181,71 @@ def placeholder_bytes(placeholders: Mapping[str, Mapping[str, int]], units: Iter
 
 
 _CHUNK_MODULES = ("rotary_pos_emb",)
-_SHARED_MODULES = (CUBLAS_WORKSPACE, TRANSFORMER_ENGINE_WORKSPACE, PLACEHOLDER_GRADIENT)
 
 
 class _Held:
-    """What is alive before the passes of a step begin, in bytes.
+    """What is alive before the passes of a micro-batch begin, in bytes.
 
-    `categories` holds weights, gradients and optimizer state, `modules` what units share, `units`
-    what each keeps besides (made in one of its passes), `chunk` what each model chunk keeps, and
-    `rest` everything else.
+    `categories` holds weights, gradients and optimizer state, `workspace` is the size of one of
+    PyTorch's workspaces for matrix products, `units` what each unit keeps besides (made in one of
+    its passes), `left` what each frees in its next pass, `chunk` what each model chunk keeps, and
+    `rest` everything else but placeholder gradients.
     """
 
-    def __init__(self, trace: Trace, event: int, layers: int, own: Sequence[int]) -> None:
+    def __init__(
+        self, trace: Trace, forward: tuple[int, int], layers: int, own: Sequence[int]
+    ) -> None:
         import numpy as np
 
-        alive = trace.alive_at(event - 1)
+        start, forward_end = forward
+        alive = trace.alive_at(start - 1)
         starts, running = _running_units(trace, layers)
         self.categories = dict.fromkeys((WEIGHTS, GRADIENTS, OPTIMIZER_STATE), 0)
-        self.modules: dict[str, int] = {}
+        self.workspace = 0
         self.units: dict[str, int] = {}
+        self.left: dict[str, int] = {}
         self.chunk = self.rest = 0
         weights = set(own)
+        ends = {int(trace.block[i]): i for i in np.flatnonzero(trace.bytes < 0).tolist()}
         for index in alive.tolist():
             size = -(-int(trace.bytes[index]) // BLOCK_BYTES) * BLOCK_BYTES
             category = trace.category_names[trace.category[index]]
             module = trace.module_names[trace.module[index]]
             unit = running[int(np.searchsorted(starts, index, side="right")) - 1]
-            if int(trace.block[index]) in weights:
+            end = ends.get(int(trace.block[index]), len(trace))
+            freed = running[int(np.searchsorted(starts, end, side="right")) - 1]
+            if end < forward_end and freed is not None:
+                self.left[freed] = self.left.get(freed, 0) + size
+            elif int(trace.block[index]) in weights:
                 self.categories[WEIGHTS] += size
             elif category in self.categories and module != LOW_PRECISION_WEIGHTS:
                 self.categories[category] += size
-            elif module in _SHARED_MODULES:
-                self.modules[module] = self.modules.get(module, 0) + size
+            elif module == CUBLAS_WORKSPACE:
+                self.workspace = size
+            elif module == PLACEHOLDER_GRADIENT:
+                continue
             elif module.split(".")[0] in _CHUNK_MODULES:
                 self.chunk += size
-            elif unit is not None:
+            elif unit is not None and module != TRANSFORMER_ENGINE_WORKSPACE:
                 self.units[unit] = self.units.get(unit, 0) + size
             else:
                 self.rest += size
+
+
+def _own_products(trace: Trace, kinds: Sequence[str]) -> set[tuple[str, str]]:
+    """The units in which PyTorch multiplies matrices itself, and on which thread."""
+    import numpy as np
+
+    names = set(boundaries.OWN_PRODUCT.values())
+    starts, running = _running_units(trace, len(kinds))
+    found = set()
+    for event, marker in trace.markers:
+        if marker in names:
+            unit = running[int(np.searchsorted(starts, event, side="right")) - 1]
+            if unit is not None:
+                layer = unit.removeprefix("layer ")
+                found.add((kinds[int(layer)] if layer != unit else unit, marker))
+    return found
 
 
 def _running_units(trace: Trace, layers: int) -> tuple[NDArray[np.int64], list[str | None]]:
@@ -255,8 +287,8 @@ def _hidden_bytes(request: DryRunRequest) -> int:
 class _Windows:
     """Live bytes between the markers of the last micro-batch of the last step.
 
-    `start` is the event at which its first pass begins, `step_peak` the most that is added after
-    the last pass, by the optimizer for one.
+    `forward` are the events at which its forward pass begins and ends, `step_peak` is the most that
+    is added after the last pass, by the optimizer for one.
     """
 
     def __init__(self, trace: Trace, steps: int) -> None:
@@ -264,19 +296,22 @@ class _Windows:
         self._live: NDArray[np.int64] = live
         begin, end = trace.marker(step_start(steps)), trace.marker(step_end(steps))
         self._markers: dict[str, int] = {}
-        self.start = end
         for event, name in trace.markers:
             if begin <= event <= end:
                 self._markers[name] = event  # the last of each name stays
-                if name == boundaries.FORWARD_START:
-                    self.start = min(self.start, event)
+        self.forward = (
+            self._markers[boundaries.FORWARD_START],
+            self._markers[boundaries.FORWARD_END],
+        )
         after = live[self._markers[boundaries.BACKWARD_END] : end]
-        self.step_peak = max(0, int(after.max(initial=0)) - int(live[self.start - 1]))
+        self.step_peak = max(0, int(after.max(initial=0)) - int(live[self.forward[0] - 1]))
 
-    def unit(self, spans: _Spans, kept: int, counts: Sequence[int]) -> UnitProfile:
+    def unit(self, spans: _Spans, stays: tuple[int, int], counts: Sequence[int]) -> UnitProfile:
         change, peak = self._window(*spans.forward)
         backward_change, backward_peak = self._window(*spans.backward)
-        return UnitProfile(change, peak, backward_change, backward_peak, kept, *map(int, counts))
+        if spans.layer is not None:  # first and last layers share tensors with their neighbours
+            backward_change = -change
+        return UnitProfile(change, peak, backward_change, backward_peak, *stays, *map(int, counts))
 
     def _window(self, start: str, end: str) -> tuple[int, int]:
         """Change of live bytes over a window, and the most that was added in it."""

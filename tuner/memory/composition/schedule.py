@@ -90,13 +90,26 @@ class _Rank:
     output: int = 0  # of the last forward pass, not freed yet
     input_gradient: int = 0  # of the last backward pass
     output_gradient: int = 0  # held by the variable of the last backward pass
+    last: int = -1  # the chunk of the last backward pass
 
     def __post_init__(self) -> None:
         self.in_flight = [0] * self.shape.chunks
 
     def _moment(self, forward: bool | None, chunk: int, extra: int = 0) -> Moment:
         buffers = self.inputs + self.gradients + self.output + self.input_gradient
-        return Moment(forward, chunk, tuple(self.in_flight), buffers + self.output_gradient + extra)
+        buffers += self.output_gradient + extra + self._lingering(chunk)
+        return Moment(forward, chunk, tuple(self.in_flight), buffers)
+
+    def _lingering(self, running: int) -> int:
+        """Inputs and their gradients that model chunks hold until they get the next input.
+
+        transformer/transformer_block.py `set_input_tensor`.
+        """
+        return sum(
+            self._takes_input(chunk) * (1 + (chunk != self.last))
+            for chunk, count in enumerate(self.in_flight)
+            if not count and chunk != running
+        )
 
     def _takes_input(self, chunk: int) -> bool:
         return not (self.stage == 0 and chunk == 0)
@@ -115,9 +128,10 @@ class _Rank:
             self.inputs = 0
             self.in_flight[0] += 1
             yield self._moment(None, 0, int(gives))
-        for _ in range(count - warmup):
+        for step in range(count - warmup):
             self.inputs = int(takes)
-            yield self._moment(True, 0)
+            # From the second on the output of the last backward pass leads to its input.
+            yield self._moment(True, 0, int(takes and step > 0))
             self.inputs = 0
             self.in_flight[0] += 1
             yield self._moment(None, 0, 2 * gives)  # output on its way, gradient received
@@ -175,6 +189,7 @@ class _Rank:
         yield self._moment(False, chunk)
         self.gradients -= self._gives_output(chunk)
         self.in_flight[chunk] -= 1
+        self.last = chunk
         self.input_gradient = int(self._takes_input(chunk))
 
     def _receives(self, step: int, order: list[int], forward: bool) -> bool:
