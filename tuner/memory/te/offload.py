@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tuner.errors import InputError
 from tuner.memory import issue
 from tuner.memory.recorder import allocate
 from tuner.memory.te.offload_layers import layer_offload_context
@@ -154,12 +155,15 @@ def get_cpu_offload_context(
 ) -> tuple[AbstractContextManager[Any], Callable[[torch.Tensor], torch.Tensor]]:
     """A context in which saved tensors are handled, and the call that ends a layer.
 
-    Weights stay on the device whatever `offload_weights` says.
+    Weights stay on the device whatever `offload_weights` says; without activations Transformer
+    Engine hands out no context, and Megatron-Core's layers fail where they ask it.
     """
     if enabled and not offload_activations:
-        if not offload_weights:
-            raise ValueError("cpu_offloading names neither activations nor weights to offload")
-        return nullcontext(), lambda tensor: tensor
+        raise InputError(
+            "only activations can be offloaded by layers; weights stay where they are",
+            field="cpu_offloading_activations",
+            fix="set it, or unset cpu_offloading",
+        )
     if enabled and process.version >= _BY_LAYERS_SINCE:
         return layer_offload_context(num_layers, model_layers)
     handler = _Handler(num_layers, model_layers, double_buffering)
