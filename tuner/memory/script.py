@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainables.megatron_core.cpu_device import replaced
 from trainables.megatron_core.graphs import LayerGraphs, graphed_schedule
 from trainables.megatron_core.schedule import unwrapped
+from tuner.errors import InputError
 from tuner.memory import graphs
 from tuner.memory.errors import UnsupportedError
 
@@ -50,6 +51,30 @@ def megatron_core_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], boo
     if graphs.uses_graphs(fields):
         fields = graphs.with_early_capture(fields)
     return fields, bool(fields.pop(ATTENTION_MASK, False))
+
+
+def _check_uniform_recompute(state: Any) -> None:
+    """Megatron-Core 0.16 runs past the last layer where chunks hold no whole number of groups.
+
+    Later versions end the last group early (transformer/transformer_block.py
+    `_checkpointed_forward`).
+    """
+    import megatron.core
+
+    config = state.config
+    if config.recompute_granularity != "full" or config.recompute_method != "uniform":
+        return
+    if not megatron.core.__version__.startswith("0.16"):
+        return
+    for chunk in state.chunks:
+        layers = len(unwrapped(chunk).decoder.layers)
+        if layers % config.recompute_num_layers:
+            raise InputError(
+                f"{config.recompute_num_layers} does not divide the {layers} layers of a model "
+                "chunk, as uniform recompute needs in Megatron-Core 0.16",
+                field="recompute_num_layers",
+                fix="set it to a divisor, or recompute_method to block",
+            )
 
 
 @contextmanager
@@ -92,6 +117,7 @@ class ScriptStep:
         self._forward_backward = graphed_schedule(get_forward_backward_func(), state.config)
         self._layer_graphs = LayerGraphs(plan, state)
         self._steps_done = 0
+        _check_uniform_recompute(state)
 
     def __call__(self, index: int) -> None:
         state, layout = self._state, self._plan.layout

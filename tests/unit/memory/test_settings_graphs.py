@@ -61,7 +61,7 @@ def test_parts_of_a_layer_take_less_into_the_pool_than_all_of_it() -> None:
         pool_bytes(graphed("moe", "transformer_engine", *modules))
         for modules in (("moe_router",), ("attn",), ("attn", "moe_router", "moe_preprocess"))
     ]
-    assert parts[0] < parts[1] < parts[2]
+    assert max(parts[:2]) < parts[2] < 1.1 * sum(parts[:2])
 
 
 def test_the_pool_holds_each_micro_batch_in_flight() -> None:
@@ -83,7 +83,8 @@ def test_the_pool_holds_each_micro_batch_in_flight() -> None:
 )
 def test_a_graph_of_the_whole_iteration_keeps_all_of_it(spelling) -> None:
     eager, captured = run("dense"), run("dense", **spelling)
-    assert pool_bytes(captured) > kept(eager) + eager.breakdown["logits and loss"]
+    held = kept(eager) + eager.breakdown["logits and loss"]
+    assert pool_bytes(captured) == pytest.approx(held, rel=0.01)  # batches lie outside
     assert allocated_in_last_step(captured, "forward") == 0
     assert allocated_in_last_step(captured, "backward") == 0
     assert allocated_in_last_step(captured, "optimizer") > 0
