@@ -7,7 +7,9 @@ run slower. The library picks the tile; so does the model.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -57,31 +59,109 @@ _PEAK_NAMES = {
 _OPERAND_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp64": 8.0, "nvfp4": 0.5}
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Operations of a log on one GPU, at full rates: what does not depend on what is sustained.
+
+    `arithmetic_s` are seconds of products and attention at peak, `moved_s` those of the bytes at
+    the full memory bandwidth; 0 where an operation has none. `arithmetic` and `moved` index
+    `SUSTAINED`: the share that divides each.
+    """
+
+    arithmetic_s: Seconds
+    moved_s: Seconds
+    arithmetic: NDArray[np.int64]
+    moved: NDArray[np.int64]
+
+
+SUSTAINED = (
+    "gemm",
+    "half_gemm",
+    "grouped",
+    "half_grouped",
+    "attention_forward",
+    "attention_backward",
+    "memory",
+    "quantize",
+    "permute",
+)
+
+
 def device_seconds(log: KernelLog, gpu: Gpu, rates: Rates) -> Seconds:
-    """Seconds of each operation on the device, without the gap before it; 0 for collectives."""
-    seconds = np.zeros(len(log))
-    bandwidth = gpu.memory_bandwidth_bytes_per_s
-    for kind, share in (
-        ("memory", rates.memory),
-        ("optimizer", rates.memory),
-        ("quantize", rates.quantize),
-        ("permute", rates.permute),
-    ):
-        mine = log.kind == KIND[kind]
-        seconds[mine] = log.bytes[mine] / (bandwidth * share)
-    for kind in ("gemm", "grouped_gemm"):
-        mine = np.flatnonzero(log.kind == KIND[kind])
-        if len(mine):
-            seconds[mine] = _products(log.select(mine), gpu, rates, kind == "grouped_gemm")
-    for kind, share in (
-        ("attention_forward", rates.attention_forward),
-        ("attention_backward", rates.attention_backward),
-    ):
-        mine = np.flatnonzero(log.kind == KIND[kind])
-        if len(mine):
-            peak = gpu.peak_flops["bf16"] * share
-            seconds[mine] = _attention(log.select(mine), peak, kind == "attention_forward")
+    """Seconds of each operation on the device, without the gap before it.
+
+    Collectives and transfers to the host take none here.
+    """
+    work = _work(Same(log), Same(gpu))
+    shares = np.array(
+        [
+            rates.gemm,
+            rates.half_gemm,
+            rates.gemm * rates.grouped_gemm,
+            rates.half_gemm * rates.grouped_gemm,
+            rates.attention_forward,
+            rates.attention_backward,
+            rates.memory,
+            rates.quantize,
+            rates.permute,
+        ]
+    )
+    seconds: Seconds = np.maximum(
+        work.arithmetic_s / shares[work.arithmetic], work.moved_s / shares[work.moved]
+    )
     return seconds
+
+
+class Same:
+    """Something that does not change as a dictionary key: by identity."""
+
+    __slots__ = ("item",)
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def __hash__(self) -> int:
+        return id(self.item)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.item is other.item
+
+
+@lru_cache(maxsize=16384)
+def _work(key: Same, device: Same) -> Work:
+    log, gpu = key.item, device.item
+    count = len(log)
+    arithmetic_s, moved_s = np.zeros(count), np.zeros(count)
+    arithmetic = np.zeros(count, dtype=np.int64)
+    moved = np.full(count, SUSTAINED.index("memory"))
+    for kind, share in _MOVING.items():
+        mine = log.kind == KIND[kind]
+        moved_s[mine] = log.bytes[mine] / gpu.memory_bandwidth_bytes_per_s
+        moved[mine] = SUSTAINED.index(share)
+    low = is_quantised(log)
+    for kind, shares in (("gemm", (1, 0)), ("grouped_gemm", (3, 2))):
+        mine = np.flatnonzero(log.kind == KIND[kind])
+        if len(mine):
+            arithmetic_s[mine] = _products(log.select(mine), gpu)
+            arithmetic[mine] = np.where(low[mine], shares[1], shares[0])
+    for kind in ("attention_forward", "attention_backward"):
+        mine = np.flatnonzero(log.kind == KIND[kind])
+        if len(mine):
+            forward = kind == "attention_forward"
+            arithmetic_s[mine] = _attention(log.select(mine), gpu.peak_flops["bf16"], forward)
+            arithmetic[mine] = SUSTAINED.index(kind)
+    return Work(arithmetic_s, moved_s, arithmetic, moved)
+
+
+_MOVING = {
+    # kinds whose bytes take time, and the share of the bandwidth they reach
+    "memory": "memory",
+    "optimizer": "memory",
+    "quantize": "quantize",
+    "permute": "permute",
+    "gemm": "memory",
+    "grouped_gemm": "memory",
+}
 
 
 def is_quantised(log: KernelLog) -> NDArray[np.bool_]:
@@ -89,16 +169,10 @@ def is_quantised(log: KernelLog) -> NDArray[np.bool_]:
     return (log.dtype >= FORMAT["fp8_delayed"]) & (log.dtype <= FORMAT["nvfp4"])
 
 
-def _products(log: KernelLog, gpu: Gpu, rates: Rates, grouped: bool) -> Seconds:
-    share = np.where(is_quantised(log), rates.gemm, rates.half_gemm)
-    if grouped:
-        share = share * rates.grouped_gemm
+def _products(log: KernelLog, gpu: Gpu) -> Seconds:
     peak = np.array([_peak(gpu, ARITHMETIC[code]) for code in log.dtype])
     depth = np.array([_OPERAND_BYTES.get(ARITHMETIC[code], 1.0) for code in log.dtype])
-    arithmetic = _tiled(log, gpu.multiprocessors, peak * share, _PIPELINE_DEPTH_BYTES / depth)
-    moved = log.bytes / (gpu.memory_bandwidth_bytes_per_s * rates.memory)
-    seconds: Seconds = np.maximum(arithmetic, moved)
-    return seconds
+    return _tiled(log, gpu.multiprocessors, peak, _PIPELINE_DEPTH_BYTES / depth)
 
 
 def _tiled(log: KernelLog, processors: int, rate: Seconds, depth: Seconds) -> Seconds:

@@ -8,9 +8,10 @@ the device, its time is the pass's. CUDA graphs take the kernels of their scopes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from tuner.candidate import Candidate
 from tuner.hardware import Gpu
 from tuner.memory.kernel_log import GROUPS, KIND, OPERATIONS, KernelLog
 from tuner.timing import collectives
-from tuner.timing.kernels import device_seconds
+from tuner.timing.kernels import Same, device_seconds
 from tuner.timing.rates import Rates
 from tuner.timing.topology import Links, Span, group_span
 from tuner.timing.units import SCOPES, UnitKernels
@@ -100,33 +101,80 @@ def pass_seconds(
 ) -> Seconds:
     """Seconds of one pass by part, `[PARTS]`."""
     log = unit.forward if forward else unit.backward
-    rates = machine.rates
-    graphed = _graphed_rows(unit, forward, around)
-    device = device_seconds(log, machine.gpu, rates)
-    _fused_permutation(log, device, around)
-    _fused_experts(log, device, around)
-    gap = np.where(graphed, rates.graph_gap_s, rates.kernel_gap_s)
-    on_device = _on_device(log)
-    device = device + gap * on_device
+    plan, rates = _plan(Same(unit), forward, around), machine.rates
+    gaps = plan.graphed * rates.graph_gap_s + (plan.launched - plan.graphed) * rates.kernel_gap_s
+    device = device_seconds(log, machine.gpu, rates) * plan.kept + gaps
     parts = dict.fromkeys(PARTS, 0.0)
-    repeated = np.zeros(len(log), dtype=bool) if forward else unit.recomputed
-    parts["compute"] = float(device[~repeated].sum())
-    parts["recompute"] = float(device[repeated].sum())
-    exposed = _exposed(log, device, candidate, around, machine)
-    for row, part, seconds in exposed:
-        parts["recompute" if repeated[row] else part] += seconds
-    total = sum(parts.values())
-    host = _host_seconds(log, graphed, around, rates)
-    parts["host"] = max(0.0, host - total)
+    parts["recompute"] = float(device[plan.repeated].sum())
+    parts["compute"] = float(device.sum()) - parts["recompute"]
+    for exchange in plan.exchanges:
+        seconds = _exposed(exchange, device, candidate, around, machine)
+        parts["recompute" if exchange.repeated else exchange.part] += seconds
+    host = (
+        plan.launches * rates.host_kernel_s
+        + plan.experts * rates.host_expert_s
+        + plan.graphs * rates.graph_launch_s
+    )
+    parts["host"] = max(0.0, host - sum(parts.values()))
     return np.array([parts[name] for name in PARTS])
 
 
-def _on_device(log: KernelLog) -> NDArray[np.bool_]:
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """One collective of a pass; `cover` is the row of the operation that runs beside it, or -1."""
+
+    group: str
+    size: int
+    operation: str
+    bytes: float
+    part: str
+    cover: int
+    repeated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What of a pass does not depend on how fast anything is.
+
+    By operation: `kept` is the share of its work that is done, `launched` 1 where the device runs
+    something, `graphed` the share of it that graphs launch, `repeated` marks recompute. `launches`
+    and `experts` count host work: launches, and experts of grouped products; `graphs` CUDA graphs.
+    """
+
+    kept: Seconds
+    launched: Seconds
+    graphed: Seconds
+    repeated: NDArray[np.bool_]
+    exchanges: tuple[_Exchange, ...]
+    launches: float
+    experts: float
+    graphs: int
+
+
+@lru_cache(maxsize=16384)
+def _plan(key: Same, forward: bool, around: Surroundings) -> _Plan:
+    unit: UnitKernels = key.item
+    log = unit.forward if forward else unit.backward
+    repeated = np.zeros(len(log), dtype=bool) if forward else unit.recomputed
+    kept = _kept(log, around)
     away = [KIND["collective"], KIND["host_memory"], KIND["synchronize"]]
-    return ~np.isin(log.kind, away)
+    launched = (~np.isin(log.kind, away) & (kept > 0)).astype(np.float64)
+    graphed = _graphed_share(unit, forward, around)
+    eager = 1.0 - graphed
+    experts = np.where(log.kind == KIND["grouped_gemm"], log.batch, 0)
+    return _Plan(
+        kept=kept,
+        launched=launched,
+        graphed=graphed * launched,
+        repeated=repeated,
+        exchanges=tuple(_exchanges(log, repeated)),
+        launches=float((_launches(log) * eager).sum()),
+        experts=float((experts * eager).sum()),
+        graphs=len(around.graphed) if graphed.any() and not around.whole else 0,
+    )
 
 
-def _graphed_rows(unit: UnitKernels, forward: bool, around: Surroundings) -> NDArray[np.float64]:
+def _graphed_share(unit: UnitKernels, forward: bool, around: Surroundings) -> Seconds:
     """Share of each operation that graphs launch.
 
     Backward operations are not filed by module: they take the share of the forward pass.
@@ -135,7 +183,7 @@ def _graphed_rows(unit: UnitKernels, forward: bool, around: Surroundings) -> NDA
     if around.whole:
         return np.ones(len(log))
     captured = np.array([name in around.graphed for name in SCOPES])
-    share = captured[unit.scope].astype(np.float64)
+    share: Seconds = captured[unit.scope].astype(np.float64)
     if forward:
         return share
     launches = _launches(unit.forward)
@@ -158,7 +206,7 @@ _LAUNCH_WEIGHT = {
 }
 
 
-def _launches(log: KernelLog) -> NDArray[np.float64]:
+def _launches(log: KernelLog) -> Seconds:
     """Host work of each operation, in kernel launches."""
     weights = np.ones(len(log))
     for kind, weight in _LAUNCH_WEIGHT.items():
@@ -166,85 +214,65 @@ def _launches(log: KernelLog) -> NDArray[np.float64]:
     return weights
 
 
-def _host_seconds(
-    log: KernelLog,
-    graphed: NDArray[np.float64],
-    around: Surroundings,
-    rates: Rates,
-) -> float:
-    """Host work of a pass: launches, each local expert of a grouped product, and graphs."""
-    if around.whole:
-        return 0.0
-    graphs = len(around.graphed) if graphed.any() else 0
-    experts = np.where(log.kind == KIND["grouped_gemm"], log.batch, 0)
-    each = _launches(log) * rates.host_kernel_s + experts * rates.host_expert_s
-    return float((each * (1.0 - graphed)).sum()) + graphs * rates.graph_launch_s
+def _kept(log: KernelLog, around: Surroundings) -> Seconds:
+    """Share of each operation that is left where others do its work.
 
-
-def _fused_permutation(log: KernelLog, device: Seconds, around: Surroundings) -> None:
-    """Flexible dispatchers move rows into place while they exchange them.
-
-    DeepEP leaves one of the two permutations on each side, HybridEP none
-    (megatron/core/transformer/moe/fused_a2a.py).
+    Flexible dispatchers move rows into place while they exchange them: DeepEP leaves one of the
+    two permutations on each side, HybridEP none (megatron/core/transformer/moe/fused_a2a.py).
+    Transformer Engine's grouped MLP (pytorch/ops/fused), with gates and values interleaved, is one
+    operation for both layers of the experts and what lies between them.
     """
+    kept = np.ones(len(log))
     left = {"alltoall": 1.0, "deepep": 0.5}.get(around.dispatcher, 0.0)
-    device[log.kind == KIND["permute"]] *= left
-
-
-def _fused_experts(log: KernelLog, device: Seconds, around: Surroundings) -> None:
-    """One operation for both layers of the experts and what lies between them.
-
-    Transformer Engine's grouped MLP (pytorch/ops/fused) with gates and values interleaved.
-    """
+    kept[log.kind == KIND["permute"]] = left
     products = np.flatnonzero(log.kind == KIND["grouped_gemm"])
-    if not around.fused_experts or not len(products):
-        return
-    between = np.zeros(len(log), dtype=bool)
-    between[products[0] : products[-1]] = True
-    device[between & np.isin(log.kind, [KIND["memory"], KIND["quantize"]])] = 0.0
+    if around.fused_experts and len(products):
+        between = np.zeros(len(log), dtype=bool)
+        between[products[0] : products[-1]] = True
+        kept[between & np.isin(log.kind, [KIND["memory"], KIND["quantize"]])] = 0.0
+    return kept
+
+
+def _exchanges(log: KernelLog, repeated: NDArray[np.bool_]) -> Iterator[_Exchange]:
+    large = np.flatnonzero(np.isin(log.kind, _LARGE))
+    for row in np.flatnonzero(log.kind == KIND["collective"]).tolist():
+        name = GROUPS[log.group[row]]
+        after = large[large > row]
+        beside = bool(log.asynchronous[row]) and len(after)
+        yield _Exchange(
+            group=name,
+            size=int(log.group_size[row]),
+            operation=OPERATIONS[log.op[row]],
+            bytes=float(log.bytes[row]),
+            part=_PART_OF_GROUP.get(name, "tensor"),
+            cover=int(after[0]) if beside else -1,
+            repeated=bool(repeated[row]),
+        )
+
+
+_LARGE = [KIND[k] for k in ("gemm", "grouped_gemm", "attention_forward", "attention_backward")]
 
 
 def _exposed(
-    log: KernelLog,
+    exchange: _Exchange,
     device: Seconds,
     candidate: Candidate,
     around: Surroundings,
     machine: Machine,
-) -> list[tuple[int, str, float]]:
-    """(row, part, seconds the device waits) of each collective."""
-    found = []
-    rates = machine.rates
-    rows = np.flatnonzero(log.kind == KIND["collective"])
-    for row in rows.tolist():
-        name = GROUPS[log.group[row]]
-        span = group_span(
-            name, int(log.group_size[row]), candidate, machine.links, machine.world_size
-        )
-        operation = OPERATIONS[log.op[row]]
-        size = float(log.bytes[row])
-        part = _PART_OF_GROUP.get(name, "tensor")
-        if operation == "all_to_all" and part == "expert":
-            size *= _once_per_rank(span, around)
-        seconds = float(collectives.seconds(operation, size, span, machine.links, rates))
-        beside = bool(log.asynchronous[row])
-        if part == "tensor" and around.userbuffers and seconds > rates.link_latency_s:
-            seconds *= 1.0 - rates.userbuffers_hidden
-        elif beside:
-            cover = _next_kernel(log, device, row)
-            hidden = min(seconds, cover)
-            seconds = seconds - hidden + rates.contention * hidden
-        found.append((row, part, seconds))
-    return found
-
-
-def _next_kernel(log: KernelLog, device: Seconds, row: int) -> float:
-    """Device seconds of the first large operation after `row`."""
-    large = np.isin(log.kind[row + 1 :], _LARGE)
-    position = int(large.argmax()) if large.any() else -1
-    return float(device[row + 1 + position]) if position >= 0 else 0.0
-
-
-_LARGE = [KIND[k] for k in ("gemm", "grouped_gemm", "attention_forward", "attention_backward")]
+) -> float:
+    """Seconds the device waits for a collective."""
+    rates, links = machine.rates, machine.links
+    span = group_span(exchange.group, exchange.size, candidate, links, machine.world_size)
+    size = exchange.bytes
+    if exchange.operation == "all_to_all" and exchange.part == "expert":
+        size *= _once_per_rank(span, around)
+    seconds = float(collectives.seconds(exchange.operation, size, span, links, rates))
+    if exchange.part == "tensor" and around.userbuffers and seconds > rates.link_latency_s:
+        return seconds * (1.0 - rates.userbuffers_hidden)
+    if exchange.cover >= 0:
+        hidden = min(seconds, float(device[exchange.cover]))
+        return seconds - hidden + rates.contention * hidden
+    return seconds
 
 
 def _once_per_rank(span: Span, around: Surroundings) -> float:
@@ -257,8 +285,3 @@ def _once_per_rank(span: Span, around: Surroundings) -> float:
         return 1.0
     places = span.domains if span.domains > 1 else span.size
     return float(places * (1.0 - (1.0 - 1.0 / places) ** around.topk) / around.topk)
-
-
-def by_name(parts: Any) -> Mapping[str, float]:
-    """The parts of a pass by name."""
-    return dict(zip(PARTS, (float(x) for x in parts), strict=True))

@@ -203,6 +203,7 @@ def reduced_model(model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
     pattern = flat.get("hybrid_layer_pattern")
     if pattern:
         flat["hybrid_layer_pattern"] = "".join(kind.split()[1] for kind in layers)
+        flat.pop("mtp_num_layers", None)
         return flat | {"num_layers": len(layers)}, layers
     flat["num_layers"] = len(layers)
     if model.num_moe_experts is not None:
