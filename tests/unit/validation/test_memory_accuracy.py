@@ -75,8 +75,12 @@ def test_a_run_called_out_of_memory_misses_its_target(benchmark):
     assert targets["simumax mean"]["reached"] is False
 
 
-def test_finished_estimates_are_read_back(benchmark, tmp_path):
-    store = tmp_path / "estimates.jsonl"
-    benchmark._append(store, "a", {"fits": True})
-    benchmark._append(store, "b", {"error": "not kept, so that it is tried again"})
-    assert benchmark._read_store(store) == {"a": {"fits": True}}
+def test_finished_estimates_are_read_back_while_the_code_is_the_same(benchmark, tmp_path):
+    path = tmp_path / "estimates.jsonl"
+    store = benchmark.Store(path)
+    store.add("a", {"fits": True})
+    store.add("b", {"error": "not kept, so that it is tried again"})
+    assert store.read() == {"a": {"fits": True}}
+    path.write_text(path.read_text().replace('"code": "', '"code": "0'))
+    assert store.read() == {}
+    assert benchmark.Store(path, trusted=True).read() == {"a": {"fits": True}}
