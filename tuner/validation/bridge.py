@@ -105,7 +105,7 @@ def bridge_launch(row: Mapping[str, Any]) -> Launch:
         precision="bf16",
         gpus_per_node=row.get("gpus_per_node") or 8,
         link_domain_gpus=row.get("nvlink_domain"),
-        environment=environment,
+        environment=recipe.get("environment", {}) | environment,
         te_version=_transformer_engine(row),
         assumptions=(note,),
     )
