@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tuner.api import check, estimate, export, tune
+    from tuner.api import check, estimate, export, plan, tune
 
-__all__ = ["check", "estimate", "export", "tune"]
+__all__ = ["check", "estimate", "export", "plan", "tune"]
 
 
 def __getattr__(name: str) -> Any:

@@ -45,6 +45,17 @@ class Cluster(_Section):
         "counts as out of memory. Unset: whatever the device has.",
     )
 
+    price_per_gpu_hour: float | None = Field(
+        None, gt=0, le=10**6, allow_inf_nan=False, description="Price of a GPU for an hour."
+    )
+    power_w_per_gpu: float | None = Field(
+        None,
+        gt=0,
+        le=10**6,
+        allow_inf_nan=False,
+        description="Power drawn per GPU under load, with its share of node and network, in W.",
+    )
+
     @property
     def world_size(self) -> int:
         """GPUs of the whole cluster."""
@@ -79,8 +90,38 @@ class Space(_Section):
 class Objective(_Section):
     """What the best candidate is best at, among those that fit the memory limit."""
 
-    maximize: Literal["tflops_per_gpu", "tokens_per_s_per_gpu"] = Field(
-        "tflops_per_gpu", description="The measured figure to maximise."
+    maximize: Literal[
+        "tflops_per_gpu", "tokens_per_s_per_gpu", "tokens_per_dollar", "tokens_per_joule"
+    ] = Field(
+        "tflops_per_gpu",
+        description="The figure to maximise; tokens per dollar or joule need the cluster's price "
+        "or power.",
+    )
+    goal: Literal["throughput", "memory", "pareto"] = Field(
+        "throughput",
+        description="'throughput' maximises the figure, 'memory' minimises peak memory among "
+        "candidates that reach `at_least`, 'pareto' looks for the whole trade-off.",
+    )
+    at_least: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="The figure that goal 'memory' must reach."
+    )
+
+    @property
+    def measured_figure(self) -> str:
+        """The measured figure that grows with `maximize`: price and power are one factor."""
+        priced = self.maximize in ("tokens_per_dollar", "tokens_per_joule")
+        return "tokens_per_s_per_gpu" if priced else self.maximize
+
+
+class Require(_Section):
+    """What every candidate must keep to besides being valid."""
+
+    min_free_gib: float = Field(
+        0.0, ge=0, le=10**6, allow_inf_nan=False, description="Memory a rank must leave free, GiB."
+    )
+    min_data_parallel_size: Positive = Field(1, description="Data-parallel replicas at least.")
+    forbid: dict[str, list[Any]] = Field(
+        default_factory=dict, description="Field to values no candidate may have."
     )
 
 
@@ -91,12 +132,24 @@ class Budget(_Section):
     wall_clock_s: PositiveSeconds | None = Field(
         None, description="No trial starts later than this many seconds after the first."
     )
+    gpu_hours: PositiveSeconds | None = Field(
+        None, description="No trial starts after trials have taken this many GPU-hours."
+    )
+    stop_when_unlikely: bool = Field(
+        True,
+        description="End when a candidate better by 1 % is less than 5 % likely (sampler "
+        "'residual', once three trials have completed).",
+    )
 
 
 class Search(_Section):
     """How candidates are proposed."""
 
-    sampler: Literal["tpe", "random"] = Field("tpe", description="Optuna sampler.")
+    sampler: Literal["residual", "cmaes", "gp", "nsga2", "nsga3", "qmc", "random", "tpe"] = Field(
+        "residual",
+        description="'residual' corrects the tuner's estimates by measurements; the others are "
+        "Optuna's.",
+    )
     seed: int = Field(0, ge=0, lt=2**32, description="Same seed, same proposals.")
     start: list[dict[str, Any]] = Field(
         default_factory=list,
@@ -147,6 +200,7 @@ class Job(_Section):
     workload: Workload
     space: Space
     objective: Objective = Objective()
+    require: Require = Require()
     budget: Budget = Budget()
     search: Search = Search()
     trainable: Trainable = Trainable()

@@ -15,6 +15,8 @@ from tuner.errors import EnvironmentLacksError, InputError
 from tuner.job import Job
 from tuner.measurement import TrialSpec
 from tuner.models import ModelSpec
+from tuner.search.records import Rejection
+from tuner.search.requirements import Requirements
 from tuner.search.space import SearchSpace
 from tuner.search.validity import ValidityChecker, why_nothing_is_valid
 
@@ -29,6 +31,19 @@ class PreparedJob:
     model: ModelSpec
     space: SearchSpace
     checker: ValidityChecker
+
+    @property
+    def requirements(self) -> Requirements:
+        """What the job asks of every candidate besides validity."""
+        require = self.job.require
+        return Requirements(
+            require.min_free_gib * _GIB, require.min_data_parallel_size, require.forbid
+        )
+
+    def check(self, candidate: Candidate) -> Rejection | None:
+        """Why a candidate may not run: a rule it breaks, or a requirement of the job."""
+        world_size = self.world_size_of(candidate)
+        return self.checker(candidate) or self.requirements.rejection(candidate, world_size)
 
     def world_size_of(self, candidate: Candidate) -> int:
         """Ranks of the candidate's trial: its own `world_size` axis, else the whole cluster."""
@@ -148,7 +163,7 @@ def _check_start(prepared: PreparedJob, flat: Mapping[str, Any], where: str, fie
     def check() -> None:
         candidate = Candidate.from_flat(flat)
         prepared.space.labels(candidate.to_flat())
-        rejection = prepared.checker(candidate)
+        rejection = prepared.check(candidate)
         if rejection is not None:
             raise InputError(f"invalid by rule {rejection.rule}: {rejection.message}")
 

@@ -1,0 +1,374 @@
+"""`tuner plan`: the best candidates of a job's space, without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner.commands.output import console, print_json
+from tuner.errors import InputError
+
+if TYPE_CHECKING:
+    from tuner.cluster.prepared import PreparedJob
+    from tuner.job import Job
+    from tuner.search.planning.front import Ranked
+    from tuner.search.planning.plan import Plan
+    from tuner.search.planning.workplace import Workplace
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """How a job is planned: candidates shown, finalists dry-run in full, processes."""
+
+    top: int = 10
+    confirm: int = 2
+    workers: int | None = None
+
+
+def run_plan(
+    job_path: Path,
+    request: PlanRequest,
+    *,
+    gpus: str | None,
+    gpu: str | None,
+    plot: Path | None,
+    as_json: bool,
+) -> int:
+    """Plan and print; 0 where something fits, 1 where nothing does."""
+    from tuner.job import find_job, load_job
+
+    file = find_job(job_path)
+    job = load_job(file)
+    if gpus is None and gpu is None:
+        answer = plan_document(job, request, where=str(file), base_folder=file.resolve().parent)
+        if as_json:
+            print_json(answer)
+        else:
+            _print_plan(answer, job.name)
+        return 0 if answer["candidates"] else 1
+    clusters = _clusters(job, gpus, gpu)
+    answer = {
+        "clusters": [
+            _on_cluster(changed, request, str(file), file.resolve().parent) for changed in clusters
+        ]
+    }
+    _compare(answer["clusters"])
+    if plot is not None:
+        _plot(answer["clusters"], plot)
+    if as_json:
+        print_json(answer)
+    else:
+        _print_clusters(answer["clusters"], job.name)
+    return 0 if any(one["best"] for one in answer["clusters"]) else 1
+
+
+def plan_document(
+    job: Job, request: PlanRequest, *, where: str, base_folder: Path
+) -> dict[str, Any]:
+    """The document of `tuner plan` for a job. Raises InputError naming what is wrong with it."""
+    from tuner.cluster.prepared import prepare
+    from tuner.search.explain import explain_best
+    from tuner.search.planning.plan import plan_space, require_gpu_space
+
+    prepared = prepare(job, where=where, base_folder=base_folder)
+    require_gpu_space(prepared.space)
+    place = workplace_of(prepared, where=where)
+    with _ProgressBar() as bar:
+        plan = plan_space(
+            prepared.space,
+            prepared.checker,
+            place,
+            prepared.requirements,
+            workers=request.workers,
+            progress=bar.show,
+        )
+        confirmed = _confirmed(plan, place, request.confirm, bar)
+    refuted = {key for key, found in confirmed.items() if found["fits"] is False}
+    shown = [one for one in plan.best if one.candidate.key not in refuted][: request.top]
+    counts = plan.counts
+    return {
+        "job": job.name,
+        "gpu": place.gpu.name,
+        "world_size": place.world_size,
+        "candidates": [_document(one, place, confirmed.get(one.candidate.key)) for one in shown],
+        "pareto": [_document(one, place, None) for one in plan.pareto],
+        "counts": {
+            "enumerated": counts.enumerated,
+            "invalid": counts.enumerated - counts.valid,
+            "not_required": counts.not_required,
+            "not_estimated": counts.not_estimated,
+            "oom": counts.oom,
+            "feasible": counts.feasible,
+        },
+        "not_estimated_because": dict(counts.problems.most_common()),
+        "refuted_by_dry_run": len(refuted),
+        "profiled_settings": plan.profiled,
+        "explanation": explain_best(plan, place),
+        "seconds": plan.seconds,
+    }
+
+
+def workplace_of(prepared: PreparedJob, *, where: str) -> Workplace:
+    """What the job's space is estimated for. Raises InputError where no GPU is named."""
+    from tuner.hardware import get_gpu
+    from tuner.search.planning.workplace import Workplace, rates_of
+
+    job = prepared.job
+    if job.cluster.device != "cuda" or job.cluster.gpu is None:
+        raise InputError(
+            "a plan needs a GPU type", where=where, field="cluster.gpu", fix="name one, e.g. h100"
+        )
+    gpu = get_gpu(job.cluster.gpu)
+    return Workplace(
+        model=prepared.model,
+        gpu=gpu,
+        gpus_per_node=job.cluster.gpus_per_node,
+        world_size=job.cluster.world_size,
+        seq_length=job.workload.seq_length,
+        global_batch_size=job.workload.global_batch_size,
+        precision=job.workload.precision,
+        rates=rates_of(gpu, job.workload.precision),
+    )
+
+
+def _confirmed(
+    plan: Plan, place: Workplace, count: int, bar: _ProgressBar
+) -> dict[str, dict[str, Any]]:
+    """Full dry runs of the best candidates, until `count` of them fit (twice as many at most)."""
+    from tuner.commands.estimate import estimate_document
+    from tuner.search.planning.confirm import confirm
+
+    found: dict[str, dict[str, Any]] = {}
+    fitting = 0
+    for one in plan.best[: 2 * count]:
+        if fitting >= count:
+            break
+        bar.show("dry runs of finalists", fitting, count)
+        answer = confirm(
+            one.candidate, place, lambda document: estimate_document(document, where="plan")
+        )
+        found[one.candidate.key] = answer
+        fitting += answer["fits"] is not False
+    return found
+
+
+def _document(one: Ranked, place: Workplace, confirmed: Mapping[str, Any] | None) -> dict[str, Any]:
+    from tuner.models import model_flops_per_step
+
+    tokens = place.seq_length * place.global_batch_size
+    flops = model_flops_per_step(
+        place.model,
+        place.seq_length,
+        place.global_batch_size,
+        tensor_model_parallel_size=one.candidate.tensor_model_parallel_size,
+    )
+    per_gpu_s = one.step_time_s * place.world_size
+    rate = flops / per_gpu_s
+    peak = place.gpu.peak_flops.get("bf16")
+    return {
+        "config": one.candidate.to_flat(),
+        "estimate": {
+            "step_time_s": one.step_time_s,
+            "tokens_per_s_per_gpu": tokens / per_gpu_s,
+            "tflops_per_gpu": rate / 1e12,
+            "mfu": None if peak is None else rate / peak,
+            "peak_allocated_bytes": int(one.memory_bytes),
+            "limit_bytes": int(one.limit_bytes),
+            "breakdown": {name: int(part) for name, part in one.memory_parts.items()},
+            "time_breakdown": one.time_parts,
+            "profiled": one.exact,
+        },
+        "confirmed": None if confirmed is None else dict(confirmed),
+    }
+
+
+def _clusters(job: Job, gpus: str | None, gpu: str | None) -> list[Job]:
+    """The job on every combination of GPU type and count."""
+    from tuner.hardware import get_gpu
+
+    names = [name.strip() for name in gpu.split(",")] if gpu else [job.cluster.gpu or ""]
+    sizes = _sizes(gpus) if gpus else [job.cluster.world_size]
+    changed = []
+    for name, size in itertools.product(names, sizes):
+        per_node = get_gpu(name).gpus_per_node if gpu else job.cluster.gpus_per_node
+        per_node = min(per_node, size)
+        if size % per_node:
+            raise InputError(
+                f"{size} GPUs are no whole number of nodes of {per_node}", field="--gpus"
+            )
+        cluster = job.cluster.model_copy(
+            update={"gpu": name, "gpus_per_node": per_node, "nodes": size // per_node}
+        )
+        changed.append(job.model_copy(update={"cluster": cluster}))
+    return changed
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise InputError(f"{text!r} is no list of GPU counts", field="--gpus", fix="write 64,128")
+    return sizes
+
+
+def _on_cluster(job: Job, request: PlanRequest, where: str, base_folder: Path) -> dict[str, Any]:
+    cluster = job.cluster
+    entry: dict[str, Any] = {"gpu": cluster.gpu, "gpus": cluster.world_size, "best": None}
+    try:
+        answer = plan_document(job, request, where=where, base_folder=base_folder)
+    except InputError as error:
+        return {**entry, "reason": str(error)}
+    entry |= {"counts": answer["counts"], "seconds": answer["seconds"]}
+    if not answer["candidates"]:
+        return {**entry, "reason": "no candidate fits"}
+    best = answer["candidates"][0]
+    rate = best["estimate"]["tokens_per_s_per_gpu"] * cluster.world_size
+    entry |= {"best": best, "tokens_per_s": rate}
+    if cluster.price_per_gpu_hour is not None:
+        hourly = cluster.price_per_gpu_hour * cluster.world_size
+        entry["cost_per_billion_tokens"] = hourly * 1e9 / (rate * 3600)
+    return entry
+
+
+def _compare(clusters: Sequence[dict[str, Any]]) -> None:
+    """Efficiency: tokens per second per GPU over that of the smallest cluster of the same GPU."""
+    smallest: dict[str, dict[str, Any]] = {}
+    for one in sorted((c for c in clusters if c["best"]), key=lambda c: c["gpus"]):
+        smallest.setdefault(one["gpu"], one)
+        first = smallest[one["gpu"]]
+        one["efficiency"] = (one["tokens_per_s"] / one["gpus"]) / (
+            first["tokens_per_s"] / first["gpus"]
+        )
+
+
+def _plot(clusters: Sequence[Mapping[str, Any]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for name in dict.fromkeys(one["gpu"] for one in clusters):
+        known = [one for one in clusters if one["gpu"] == name and one["best"]]
+        axes.plot(
+            [one["gpus"] for one in known],
+            [one["tokens_per_s"] for one in known],
+            marker="o",
+            label=str(name),
+        )
+    axes.set(xlabel="GPUs", ylabel="predicted tokens/s", xscale="log", yscale="log")
+    axes.legend()
+    figure.savefig(path)
+
+
+class _ProgressBar:
+    """A bar on stderr for each stage of planning; nothing where that is no terminal."""
+
+    def __init__(self) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
+        err = console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=err,
+            disable=not err.is_terminal,
+        )
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> _ProgressBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def show(self, stage: str, done: int, total: int) -> None:
+        """Set the bar of a stage; a total of 0 is an unknown one."""
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bar.add_task(stage)
+        self._bar.update(self._tasks[stage], completed=done, total=total or None)
+
+
+def _print_plan(answer: Mapping[str, Any], name: str) -> None:
+    out = console()
+    counts = answer["counts"]
+    out.print(
+        f"{name} on {answer['world_size']} {answer['gpu']}: {counts['enumerated']:,} combinations, "
+        f"{counts['invalid']:,} invalid, {counts['oom']:,} too large, "
+        f"{counts['feasible']:,} feasible; {answer['seconds']:.1f} s"
+    )
+    for reason, count in answer["not_estimated_because"].items():
+        out.print(f"  {count:,} not estimated: {reason}")
+    if not answer["candidates"]:
+        out.print("no candidate fits")
+        return
+    out.print(_table(answer["candidates"], answer["world_size"], "best candidates"))
+    out.print(_table(answer["pareto"], answer["world_size"], "Pareto front, leanest first"))
+    for line in answer["explanation"]["text"]:
+        out.print(line)
+
+
+def _table(documents: Sequence[Mapping[str, Any]], world_size: int, title: str) -> Any:
+    from rich.table import Table
+
+    from tuner.candidate import Candidate
+
+    table = Table(title=title, box=None, pad_edge=False)
+    for column in ("layout", "memory settings", "step s", "TFLOP/s/GPU", "peak GiB", "dry run"):
+        table.add_column(column)
+    for one in documents:
+        candidate, estimate = Candidate.from_flat(one["config"]), one["estimate"]
+        confirmed = one["confirmed"]
+        shown = ""
+        if confirmed is not None and confirmed["fits"] is not None:
+            verdict = "fits" if confirmed["fits"] else "does not fit"
+            shown = f"{confirmed['peak_allocated_bytes'] / _GIB:.1f} GiB, {verdict}"
+        table.add_row(
+            candidate.label(world_size),
+            candidate.memory_label(),
+            f"{estimate['step_time_s']:.3f}",
+            f"{estimate['tflops_per_gpu']:.0f}",
+            f"{estimate['peak_allocated_bytes'] / _GIB:.1f}",
+            shown,
+        )
+    return table
+
+
+def _print_clusters(clusters: Sequence[Mapping[str, Any]], name: str) -> None:
+    from rich.table import Table
+
+    from tuner.candidate import Candidate
+
+    table = Table(title=f"{name}: best candidate by cluster", box=None, pad_edge=False)
+    for column in ("GPUs", "GPU", "layout", "memory settings", "tokens/s", "efficiency", "cost"):
+        table.add_column(column)
+    for one in clusters:
+        if not one["best"]:
+            table.add_row(str(one["gpus"]), str(one["gpu"]), one["reason"])
+            continue
+        candidate = Candidate.from_flat(one["best"]["config"])
+        cost = one.get("cost_per_billion_tokens")
+        table.add_row(
+            str(one["gpus"]),
+            str(one["gpu"]),
+            candidate.label(one["gpus"]),
+            candidate.memory_label(),
+            f"{one['tokens_per_s']:,.0f}",
+            f"{one['efficiency']:.1%}",
+            "" if cost is None else f"{cost:,.0f} per 10^9 tokens",
+        )
+    console().print(table)

@@ -1,0 +1,190 @@
+"""Plans a job: every valid candidate of its space estimated, the best ones told."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tuner.candidate import Candidate
+from tuner.errors import InputError
+from tuner.search.enumeration import ValidCandidates, enumerate_space, space_blocks
+from tuner.search.planning.estimator import EFFECTS, SpaceEstimator
+from tuner.search.planning.front import Ranked, best_rows, distinct, front_of, ranked
+from tuner.search.planning.prior import listed
+from tuner.search.planning.workplace import Workplace
+from tuner.search.requirements import Requirements
+from tuner.search.space import SearchSpace
+from tuner.search.validity import ValidityChecker
+
+_KEPT = 4_000  # candidates kept while blocks go by; ties among them are told apart later
+_PROFILED_TOP = 40  # settings of the best candidates that are profiled themselves
+_ROUNDS = 2
+BEYOND_BYTES = 10 * 2**30
+
+
+@dataclass(slots=True)
+class Counts:
+    """Candidates of a space by what became of them."""
+
+    enumerated: int = 0
+    valid: int = 0
+    not_required: int = 0
+    not_estimated: int = 0
+    oom: int = 0
+    feasible: int = 0
+    problems: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Candidates that fit, best first, those on the Pareto front, leanest first, and counts.
+
+    `beyond` is the fastest of those that would fit with `BEYOND_BYTES` more, where it beats them.
+    `seconds` is what planning took, `profiled` how many settings were dry-run.
+    """
+
+    best: tuple[Ranked, ...]
+    pareto: tuple[Ranked, ...]
+    beyond: Ranked | None
+    counts: Counts
+    seconds: float
+    profiled: int
+
+
+Progress = Callable[[str, int, int], None]
+"""Told a stage of planning ("profiles", "candidates"), how much of it is done, and of how much."""
+
+
+def plan_space(
+    space: SearchSpace,
+    checker: ValidityChecker,
+    place: Workplace,
+    requirements: Requirements,
+    *,
+    workers: int | None = None,
+    progress: Progress = lambda stage, done, total: None,
+) -> Plan:
+    """Estimate every valid candidate of the space and keep the best.
+
+    Settings are profiled where they are not on disk yet, `workers` at a time. The settings of the
+    candidates that come out best are then profiled themselves, and these candidates estimated
+    again. Raises InputError where the space cannot be enumerated.
+    """
+    started = time.perf_counter()
+    estimator = SpaceEstimator(place, workers=workers)
+    needed = estimator.needed(_without_effects(space, checker))
+    profiled = _measure(estimator, needed, progress)
+    counts, entries = Counts(), []
+    beyond: Ranked | None = None
+    for block in space_blocks(space, checker):
+        own, larger = _best_of(estimator, block, requirements, counts)
+        entries += own
+        beyond = min(filter(None, (beyond, larger)), key=lambda e: e.step_time_s, default=None)
+        if len(entries) > 4 * _KEPT:
+            entries = _thinned(entries)
+        progress("candidates", counts.valid, 0)
+    entries = _thinned(entries)
+    for _ in range(_ROUNDS):
+        entries, more = _exact(estimator, entries, progress)
+        profiled += more
+    entries = distinct(entries)
+    return Plan(
+        tuple(entries),
+        tuple(front_of(entries)),
+        _if_faster(beyond, entries),
+        counts,
+        time.perf_counter() - started,
+        profiled,
+    )
+
+
+def _without_effects(space: SearchSpace, checker: ValidityChecker) -> ValidCandidates:
+    """The settings of the space, and the modules it may offload."""
+    kept = [a for a in space.axes if a.field not in EFFECTS and not a.field.startswith("env.")]
+    fixed = {k: v for k, v in space.fixed.items() if k not in EFFECTS and k != "env"}
+    found = enumerate_space(SearchSpace(tuple(kept), fixed), checker)
+    offered = {a.field: list(a.values) for a in space.axes if a.field == "offload_modules"}
+    if "offload_modules" in space.fixed:
+        offered = {"offload_modules": [space.fixed["offload_modules"]]}
+    return ValidCandidates({**found.values, **offered}, found.codes, found.fixed, found.enumerated)
+
+
+def _measure(estimator: SpaceEstimator, settings: Sequence[Candidate], progress: Progress) -> int:
+    for done in range(0, len(settings), 4):
+        progress("profiles", done, len(settings))
+        estimator.measure(settings[done : done + 4])
+    progress("profiles", len(settings), len(settings))
+    return len(settings)
+
+
+def _best_of(
+    estimator: SpaceEstimator,
+    block: ValidCandidates,
+    requirements: Requirements,
+    counts: Counts,
+) -> tuple[list[Ranked], Ranked | None]:
+    """The candidates of a block worth keeping, and the fastest one just too large."""
+    import numpy as np
+
+    counts.enumerated = block.enumerated
+    counts.valid += len(block)
+    kept = np.flatnonzero(requirements.met(block, estimator.place.world_size))
+    counts.not_required += len(block) - len(kept)
+    if not len(kept):
+        return [], None
+    if len(kept) < len(block):
+        block = block.take(kept)
+    found = estimator.estimate(block, beyond_bytes=BEYOND_BYTES)
+    found = found.with_less_memory(requirements.min_free_bytes)
+    counts.problems.update(found.problems)
+    known = np.isfinite(found.memory_bytes)
+    untimed = found.fits & ~np.isfinite(found.step_time_s)
+    counts.not_estimated += int((~known).sum() + untimed.sum())
+    counts.oom += int((known & ~found.fits).sum())
+    counts.feasible += int((found.fits & ~untimed).sum())
+    larger = np.where(known & ~found.fits, found.step_time_s, np.nan)
+    row = None if np.isnan(larger).all() else int(np.nanargmin(larger))
+    beyond = None if row is None else ranked(block, found, [row])[0]
+    return ranked(block, found, best_rows(found, _KEPT // 8)), beyond
+
+
+def _if_faster(beyond: Ranked | None, entries: Sequence[Ranked]) -> Ranked | None:
+    if beyond is None or (entries and entries[0].step_time_s <= beyond.step_time_s):
+        return None
+    return beyond
+
+
+def _thinned(entries: list[Ranked]) -> list[Ranked]:
+    """The fastest entries and the Pareto front."""
+    fastest = sorted(entries, key=lambda e: e.step_time_s)[:_KEPT]
+    chosen = {id(entry) for entry in fastest}
+    return [*fastest, *(e for e in front_of(entries) if id(e) not in chosen)]
+
+
+def _exact(
+    estimator: SpaceEstimator, entries: list[Ranked], progress: Progress
+) -> tuple[list[Ranked], int]:
+    """The entries estimated again, the settings of the best ones and of the front profiled."""
+    best = distinct(entries)
+    wanted: dict[Candidate, None] = {}
+    for entry in [*best[: 8 * _PROFILED_TOP], *front_of(best)]:
+        if not entry.exact and len(wanted) < _PROFILED_TOP:
+            wanted.update(dict.fromkeys(estimator.settings(listed([entry.candidate]))))
+    missing = [setting for setting in wanted if not estimator.memory.is_exact(setting)]
+    if not missing:
+        return entries, 0
+    _measure(estimator, missing, progress)
+    block = listed([entry.candidate for entry in entries])
+    found = estimator.estimate(block)
+    fitting = [r for r in range(len(block)) if found.fits[r] and found.step_time_s[r] > 0]
+    return ranked(block, found, fitting), len(missing)
+
+
+def require_gpu_space(space: SearchSpace) -> None:
+    """Raise InputError where candidates choose their own number of GPUs."""
+    if any(axis.field == "world_size" for axis in space.axes):
+        raise InputError(
+            "a plan is for one number of GPUs", field="space.axes.world_size", fix="use --gpus"
+        )

@@ -1,0 +1,153 @@
+"""Seconds of the units of a model under every setting of a space, from those of its anchors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tuner.candidate import Candidate
+from tuner.errors import InputError
+from tuner.models import ModelSpec
+from tuner.search.planning.anchors import Recipe
+from tuner.timing.passes import PARTS, Machine
+from tuner.timing.step import TimeTable
+from tuner.timing.units import ModelKernels, model_kernels
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Values = NDArray[np.float64]
+
+Graph = tuple[str, tuple[str, ...]]
+"""CUDA graphs of a candidate: implementation and modules."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFigures:
+    """Seconds of forward and backward passes `[unit, part]`, parameters `[unit, 2]`, and what a
+    `TimeTable` keeps of a whole model."""
+
+    forward: Values
+    backward: Values
+    parameters: Values
+    whole: Values
+
+
+class DerivedTimes(TimeTable):
+    """A `TimeTable` that takes rows which were not measured."""
+
+    def add(self, figures: UnitFigures, units: list[str]) -> int:
+        """The number of a new row."""
+        self.units = units
+        self._forward.append(figures.forward)
+        self._backward.append(figures.backward)
+        self._parameters.append(figures.parameters)
+        self._whole.append(tuple(figures.whole.tolist()))
+        return len(self._forward) - 1
+
+
+class TimeBook:
+    """Unit times by setting and CUDA graphs."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        machine: Machine,
+        *,
+        seq_length: int,
+        precision: str,
+        workers: int | None = None,
+        **run: Any,
+    ) -> None:
+        self._model, self._machine = model, machine
+        self._seq_length, self._precision, self._run = seq_length, precision, run
+        self._workers = workers or os.cpu_count() or 1
+        self._table = TimeTable(model, machine)
+        self._kernels: dict[Candidate, ModelKernels | InputError] = {}
+        self._figures: dict[tuple[Candidate, Graph], UnitFigures] = {}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The unit that each decoder layer of the model is."""
+        return self._table.kinds
+
+    @property
+    def units(self) -> list[str]:
+        return self._table.units
+
+    def new_table(self) -> DerivedTimes:
+        """An empty table of this model and machine."""
+        return DerivedTimes(self._model, self._machine)
+
+    def measure(self, anchors: Sequence[Candidate]) -> None:
+        """Read the kernels of these settings; those without keep the reason."""
+        missing = [anchor for anchor in dict.fromkeys(anchors) if anchor not in self._kernels]
+        with ThreadPoolExecutor(max_workers=self._workers) as pool:
+            self._kernels.update(zip(missing, pool.map(self._read, missing), strict=True))
+
+    def _read(self, setting: Candidate) -> ModelKernels | InputError:
+        try:
+            return model_kernels(
+                self._model,
+                setting,
+                seq_length=self._seq_length,
+                precision=self._precision,
+                **self._run,
+            )
+        except InputError as error:
+            return error
+
+    def figures(self, setting: Candidate, graph: Graph, recipe: Recipe) -> UnitFigures | InputError:
+        """Unit times of a setting: its own where its kernels were read, else from its anchors."""
+        if setting in self._kernels:
+            return self._own(setting, graph)
+        found: dict[Candidate, UnitFigures] = {}
+        for anchor in recipe.anchors():
+            own = self._own(anchor, graph)
+            if isinstance(own, InputError):
+                return own
+            found[anchor] = own
+        return _derived(recipe, found)
+
+    def _own(self, setting: Candidate, graph: Graph) -> UnitFigures | InputError:
+        key = (setting, graph)
+        if key not in self._figures:
+            kernels = self._kernels[setting]
+            if isinstance(kernels, InputError):
+                return kernels
+            graphed = replace(setting, cuda_graph_impl=graph[0], cuda_graph_modules=graph[1])
+            row = self._table.row(kernels, graphed)
+            self._figures[key] = UnitFigures(*self._row(row))
+        return self._figures[key]
+
+    def _row(self, row: int) -> tuple[Values, Values, Values, Values]:
+        import numpy as np
+
+        forward, backward, parameters, whole = self._table.arrays(np.array([row]))
+        return forward[0], backward[0], parameters[0], whole[0]
+
+
+def _derived(recipe: Recipe, found: dict[Candidate, UnitFigures]) -> UnitFigures:
+    """A larger micro-batch continues the line through one and two; recomputation adds its own
+    kernels, as many times longer as the setting's passes are."""
+    once = found[recipe.once]
+    forward, backward, whole = once.forward, once.backward, once.whole
+    if recipe.batch > 1:
+        twice, more = found[recipe.twice], recipe.batch - 1
+        forward = forward + more * (twice.forward - forward)
+        backward = backward + more * (twice.backward - backward)
+        whole = whole + more * (twice.whole - whole)
+    if recipe.changed:
+        plain = found[recipe.unchanged]
+        longer = _compute(backward) / _compute(plain.backward)
+        for anchor in recipe.changed:
+            backward = backward + longer * (found[anchor].backward - plain.backward)
+    return UnitFigures(forward, backward, once.parameters, whole)
+
+
+def _compute(passes: Values) -> float:
+    return float(passes[:, PARTS.index("compute")].sum()) or 1.0
