@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -505,7 +506,7 @@ def _save(path: Path, kernels: ModelKernels) -> None:
         arrays |= unit.backward.to_arrays(f"{name}/backward/")
         arrays |= {f"{name}/{part}": getattr(unit, part) for part in _UNIT_ARRAYS}
         arrays |= {f"{name}/{part}": np.int64(getattr(unit, part)) for part in _UNIT_NUMBERS}
-    temporary = path.with_suffix(f".{os.getpid()}.npz")
+    temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.npz")
     np.savez_compressed(temporary, allow_pickle=False, **arrays)
     temporary.replace(path)
 
