@@ -28,15 +28,18 @@ def check(
     return check_flat(flat, mcore=mcore, frontend=frontend)
 
 
-def estimate(document: Mapping[str, Any]) -> dict[str, Any]:
+def estimate(document: Mapping[str, Any], *, method: str = "dryrun") -> dict[str, Any]:
     """What `{"model", "world_size", "seq_length", "global_batch_size", "gpu", "config"}` needs.
 
-    Returns the document of `tuner estimate`: peak bytes per rank and what they are made of; its
-    step-time fields are None. Raises InputError for a document that cannot be estimated.
+    `method` is "dryrun" (full dry runs) or "composed" (profiles of a few layers). Returns the
+    document of `tuner estimate`: peak bytes per rank and what they are made of; its step-time
+    fields are None. Raises InputError for a document that cannot be estimated.
     """
     from tuner.commands.estimate import estimate_document
 
-    return estimate_document(document, where="configuration")
+    if method not in ("dryrun", "composed"):
+        raise ValueError(f"method={method!r} is neither 'dryrun' nor 'composed'")
+    return estimate_document(document, where="configuration", method=method)
 
 
 def export(document: Mapping[str, Any], to: str, *, mcore: str | None = None) -> Exported:
@@ -50,6 +53,24 @@ def export(document: Mapping[str, Any], to: str, *, mcore: str | None = None) ->
     from tuner.formats import export_document
 
     return export_document(document, to, mcore=mcore or mcore_version())
+
+
+def plan(job: str | Path, *, top: int = 10, confirm: int = 2) -> dict[str, Any]:
+    """The best candidates of a job file (or a shipped job by name), without a GPU.
+
+    Returns the document of `tuner plan`; `confirm` finalists are confirmed by full dry runs.
+    Raises InputError for a bad job or one that names no GPU.
+    """
+    from tuner.commands.plan import PlanRequest, plan_document
+    from tuner.job import find_job, load_job
+
+    file = find_job(Path(job))
+    return plan_document(
+        load_job(file),
+        PlanRequest(top, confirm),
+        where=str(file),
+        base_folder=file.resolve().parent,
+    )
 
 
 def tune(

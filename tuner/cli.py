@@ -43,6 +43,7 @@ class Method(str, Enum):
     """How memory is estimated."""
 
     DRYRUN = "dryrun"
+    COMPOSED = "composed"
 
 
 Format = Annotated[OutputFormat, typer.Option("--format", help="Print text or one JSON document.")]
@@ -90,7 +91,11 @@ def estimate(
         Path | None, typer.Option("--jsonl", help="Estimate one JSON document per line instead.")
     ] = None,
     method: Annotated[
-        Method, typer.Option(help="dryrun: real Megatron-Core on tensors without data.")
+        Method,
+        typer.Option(
+            help="dryrun: real Megatron-Core on tensors without data, for ranks that may hold the "
+            "peak; composed: all stages from kept profiles of a few layers, many times faster."
+        ),
     ] = Method.DRYRUN,
     timeline: Annotated[
         Path | None,
@@ -102,7 +107,13 @@ def estimate(
     from tuner.commands.estimate import run_estimate
 
     raise typer.Exit(
-        run_estimate(config, jsonl, timeline=timeline, as_json=output is OutputFormat.JSON)
+        run_estimate(
+            config,
+            jsonl,
+            method=method.value,
+            timeline=timeline,
+            as_json=output is OutputFormat.JSON,
+        )
     )
 
 
@@ -118,6 +129,33 @@ def validate(
     from tuner.commands.validate import run_validate
 
     raise typer.Exit(run_validate(data, jsonl_out, as_json=output is OutputFormat.JSON))
+
+
+@app.command()
+def plan(
+    job: Annotated[Path, typer.Argument(help="Job file, or the name of a shipped job.")],
+    top: Annotated[int, typer.Option(min=1, help="Candidates shown.")] = 10,
+    confirm: Annotated[int, typer.Option(min=0, help="Finalists confirmed by full dry runs.")] = 2,
+    gpus: Annotated[
+        str | None, typer.Option(help="Plan for each of these GPU counts, e.g. 64,128,256.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Plan for each of these GPU types, e.g. h100,b200.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="With --gpus or --gpu: picture of tokens/s over GPUs.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Dry runs at a time; default: one a core.")
+    ] = None,
+    output: Format = OutputFormat.TEXT,
+) -> None:
+    """Rank every valid candidate of a job by predicted step time; no GPU is needed."""
+    from tuner.commands.plan import PlanRequest, run_plan
+
+    request = PlanRequest(top, confirm, workers)
+    as_json = output is OutputFormat.JSON
+    raise typer.Exit(run_plan(job, request, gpus=gpus, gpu=gpu, plot=plot, as_json=as_json))
 
 
 @app.command()

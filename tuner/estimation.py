@@ -101,7 +101,7 @@ def estimate(
         "time_breakdown": {},
         "memory_fit": worst.fit.to_json(),
         "fixed_costs": worst.fixed.to_json(),
-        "assumptions": _assumptions(request),
+        "assumptions": assumptions(request),
     }
 
 
@@ -134,15 +134,8 @@ def estimate_rank(request: EstimateRequest, rank: int, trace: Trace) -> RankEsti
     """Replay the trace of one rank, without a limit and under the memory of the GPU."""
     from tuner.memory.allocator_replay import replay
 
-    model, candidate = request.model, request.candidate
-    tokens = request.seq_length * candidate.micro_batch_size // candidate.context_parallel_size
-    fixed = fixed_costs(
-        candidate,
-        gpu=request.gpu,
-        world_size=request.world_size,
-        moe=model.num_moe_experts is not None,
-        hidden_bytes=2 * tokens * model.hidden_size,
-    )
+    candidate = request.candidate
+    fixed = rank_fixed_costs(request)
     settings = AllocatorSettings.from_environment(dict(candidate.env))
     capacity = request.gpu.usable_memory_bytes - fixed.total_bytes
     return RankEstimate(
@@ -152,6 +145,21 @@ def estimate_rank(request: EstimateRequest, rank: int, trace: Trace) -> RankEsti
         replay=replay(trace, settings),
         fit=explain_fit(trace, capacity_bytes=capacity, settings=settings),
         fixed=fixed,
+    )
+
+
+def rank_fixed_costs(request: EstimateRequest) -> FixedCosts:
+    """What a rank's device lacks for PyTorch's allocator."""
+    model, candidate = request.model, request.candidate
+    tokens = request.seq_length * candidate.micro_batch_size // candidate.context_parallel_size
+    return fixed_costs(
+        candidate,
+        gpu=request.gpu,
+        world_size=request.world_size,
+        moe=model.num_moe_experts is not None,
+        hidden_bytes=2 * tokens * model.hidden_size,
+        hidden_size=model.moe_latent_size or model.hidden_size,
+        experts=model.num_moe_experts or 0,
     )
 
 
@@ -244,7 +252,7 @@ def timeline(trace: Trace, run: AllocatorReplay, points: int = _TIMELINE_POINTS)
     }
 
 
-def _assumptions(request: EstimateRequest) -> dict[str, Any]:
+def assumptions(request: EstimateRequest) -> dict[str, Any]:
     """Versions and figures the estimate rests on."""
     from importlib.metadata import version
 

@@ -17,23 +17,30 @@ _GIB = 2**30
 
 
 def run_estimate(
-    config: Path | None, jsonl: Path | None, *, timeline: Path | None = None, as_json: bool
+    config: Path | None,
+    jsonl: Path | None,
+    *,
+    method: str = "dryrun",
+    timeline: Path | None = None,
+    as_json: bool,
 ) -> int:
     """Estimate and print; 0 where everything fits, 1 where something does not.
 
-    `timeline` receives the predicted step of CONFIG.
+    `method` is "dryrun" or "composed"; `timeline` receives the predicted step of CONFIG.
     """
     if (config is None) == (jsonl is None):
         raise InputError("give a CONFIG file or --jsonl FILE", fix="see tuner estimate --help")
     if jsonl is not None and timeline is not None:
         raise InputError("is of one configuration", field="--timeline", fix="give a CONFIG file")
     if jsonl is not None:
-        return _estimate_lines(jsonl)
+        return _estimate_lines(jsonl, method)
     assert config is not None
     document = read_document(config, mcore=mcore_version(), effective=True)
     if timeline is not None:
         write_timeline(document, timeline, where=str(config), base_folder=config.parent)
-    answer = estimate_document(document, where=str(config), base_folder=config.parent)
+    answer = estimate_document(
+        document, where=str(config), base_folder=config.parent, method=method
+    )
     if as_json:
         print_json(answer)
     else:
@@ -42,10 +49,14 @@ def run_estimate(
 
 
 def estimate_document(
-    document: Mapping[str, Any], *, where: str, base_folder: Path = Path()
+    document: Mapping[str, Any], *, where: str, base_folder: Path = Path(), method: str = "dryrun"
 ) -> dict[str, Any]:
-    """The estimate of one input document. Raises InputError naming the field and the file."""
+    """The estimate of one input document by "dryrun" or "composed".
+
+    Raises InputError naming the field and the file.
+    """
     from tuner.estimation import estimate
+    from tuner.estimation_composed import estimate_composed
     from tuner.memory import UnsupportedError
     from tuner.memory.worker_pool import DryRunError
 
@@ -53,7 +64,7 @@ def estimate_document(
         if document.get("model") is not None:
             model = resolve_model(document["model"], base_folder)
             document = {**document, "model": model.to_flat()}
-        return estimate(document)
+        return estimate_composed(document) if method == "composed" else estimate(document)
     except (UnsupportedError, DryRunError) as error:
         raise InputError(f"cannot be estimated: {error}", where=where) from None
     except InputError as error:
@@ -89,7 +100,7 @@ def write_timeline(
     write_json_atomically(path, trace)
 
 
-def _estimate_lines(path: Path) -> int:
+def _estimate_lines(path: Path, method: str) -> int:
     """One JSON answer per input line, in order; a line that cannot be estimated says why."""
     everything_fits = True
     for number, line in numbered_lines(path):
@@ -101,7 +112,9 @@ def _estimate_lines(path: Path) -> int:
             document = expand(
                 document, mcore=mcore_version(), where=where, base=path.parent, effective=True
             )
-            answer = estimate_document(document, where=where, base_folder=path.parent)
+            answer = estimate_document(
+                document, where=where, base_folder=path.parent, method=method
+            )
         except (ValueError, RecursionError) as error:
             answer = {"fits": False, "input_error": str(error)}
         everything_fits &= bool(answer["fits"])

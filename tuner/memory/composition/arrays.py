@@ -33,6 +33,8 @@ _WHOLE = (
     "gradient_bytes_per_parameter",
     "state_bytes_per_parameter",
     "step_bytes_per_parameter",
+    "fragmentation",
+    "fragmentation_expandable",
 )
 
 
@@ -103,9 +105,15 @@ def _unit_arrays(profiles: Sequence[StepProfile | None]) -> dict[tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of one pipeline stage, arrays `[setting]`; the parts make up the peak."""
+    """Bytes of one pipeline stage, arrays `[setting]`; the parts make up the peak.
+
+    `fragmented` and `fragmented_expandable` are reserved beyond it, by PyTorch's allocator with
+    fixed and with expandable segments.
+    """
 
     peak: Bytes
+    fragmented: Bytes
+    fragmented_expandable: Bytes
     weights: Bytes
     gradients: Bytes
     optimizer: Bytes
@@ -145,8 +153,16 @@ class Composer:
         passes = self._passes(stage)
         step = self.table.whole("step_bytes_per_parameter", self.rows) * share
         static = weights + gradients + optimizer + other
-        peak: Bytes = static + np.maximum(passes, step)
-        return StageMemory(peak, weights, gradients, optimizer, other)
+        dynamic: Bytes = np.maximum(passes, step)
+        return StageMemory(
+            static + dynamic,
+            dynamic * self.table.whole("fragmentation", self.rows),
+            dynamic * self.table.whole("fragmentation_expandable", self.rows),
+            weights,
+            gradients,
+            optimizer,
+            other,
+        )
 
     def _passes(self, stage: int) -> Bytes:
         """The most that passes hold beyond what stays."""

@@ -24,11 +24,13 @@ class ComposedMemory:
     """Peaks of candidates, arrays `[row]`.
 
     `peak_allocated_bytes` is that of the fullest stage, `stage`; -1 where a row cannot be
-    composed, with the reason in `problems` under the number in `problem` (-1 for none). `parts`
-    are the bytes of that stage by kind, which sum to the peak.
+    composed, with the reason in `problems` under the number in `problem` (-1 for none).
+    `peak_reserved_bytes` adds what PyTorch's allocator loses to fragmentation under the row's
+    setting of it. `parts` are the bytes of that stage by kind, which sum to the peak.
     """
 
     peak_allocated_bytes: NDArray[np.int64]
+    peak_reserved_bytes: NDArray[np.int64]
     stage: NDArray[np.int32]
     parts: Mapping[str, NDArray[np.int64]]
     problem: NDArray[np.int32]
@@ -126,7 +128,7 @@ def compose_index(
     distinct, inverse = np.unique(pairs, return_inverse=True)
     count = len(distinct)
     peak, stage = np.full(count, -1, dtype=np.int64), np.full(count, -1, dtype=np.int32)
-    parts = {name: np.zeros(count, dtype=np.int64) for name in _PARTS}
+    parts = {name: np.zeros(count, dtype=np.int64) for name in (*_PARTS, *_LOST)}
     settings, pipelines = np.divmod(distinct, max(1, len(index.pipelines)))
     pipelines[distinct < 0] = -1
     order = np.argsort(pipelines, kind="stable")
@@ -138,12 +140,14 @@ def compose_index(
         fullest, memory = _fullest(table, places[settings[chosen]], pipeline)
         peak[chosen] = memory.peak.astype(np.int64)
         stage[chosen] = fullest
-        for name in _PARTS:
+        for name in parts:
             parts[name][chosen] = getattr(memory, name).astype(np.int64)
+    lost = np.where(index.expandable, *(parts[name][inverse] for name in reversed(_LOST)))
     return ComposedMemory(
         peak[inverse],
+        peak[inverse] + lost,
         stage[inverse],
-        {name: values[inverse] for name, values in parts.items()},
+        {name: parts[name][inverse] for name in _PARTS},
         problem.astype(np.int32),
         tuple(problems),
         index,
@@ -151,6 +155,7 @@ def compose_index(
 
 
 _PARTS = ("weights", "gradients", "optimizer", "activations", "other")
+_LOST = ("fragmented", "fragmented_expandable")
 
 
 def _usable(index: Index, profiles: Profiles) -> tuple[list[int], Any, list[str]]:
@@ -197,7 +202,7 @@ def _fullest(table: ProfileTable, rows: Any, pipeline: Pipeline) -> tuple[Any, S
         name: np.choose(best, [getattr(memory, name) for memory in found])
         if len(found) <= 32
         else np.stack([getattr(memory, name) for memory in found])[best, np.arange(len(best))]
-        for name in ("peak", "weights", "gradients", "optimizer", "other")
+        for name in ("peak", *_LOST, "weights", "gradients", "optimizer", "other")
     }
     return np.array(stages, dtype=np.int32)[best], StageMemory(**chosen)
 

@@ -50,6 +50,7 @@ class Pipeline:
 class Index:
     """Rows of candidates: `setting` and `pipeline` (int32, `[row]`) number `settings` and
     `pipelines`; a row that cannot be split has pipeline -1 and its reason in `problems`, by code.
+    `expandable` says where PyTorch's allocator has expandable segments.
     """
 
     setting: NDArray[np.int32]
@@ -58,6 +59,7 @@ class Index:
     pipelines: tuple[Pipeline, ...]
     problem: NDArray[np.int32]
     problems: tuple[str, ...]
+    expandable: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.setting)
@@ -98,6 +100,7 @@ def index_candidates(
         tuple(numbers),
         reasons[pipeline],
         problems,
+        table.expandable(),
     )
 
 
@@ -214,6 +217,20 @@ class _Columns:
         ]
         return np.array(values, dtype=np.int64)[self._codes[name]]
 
+    def expandable(self) -> NDArray[np.bool_]:
+        """Where the environment gives PyTorch's allocator expandable segments, `[row]`."""
+        import numpy as np
+
+        environment: Any = self._constants.get("env") or {}
+        found = np.full(self.rows, _expands(environment.get(_ALLOCATOR[0].removeprefix("env."))))
+        for name in _ALLOCATOR:
+            if name in self._codes:
+                values = np.array([_expands(value) for value in self._values[name]])
+                found |= values[self._codes[name]]
+            else:
+                found |= _expands(self._constants.get(name))
+        return found
+
     def distinct(self, names: Sequence[str], extra: Codes | None = None) -> tuple[Codes, Codes]:
         """Number of each row among the distinct combinations of these fields, `[row]`, and a row
         that has each of them."""
@@ -235,6 +252,13 @@ class _Columns:
         number = np.zeros(size, dtype=np.int64)
         number[used] = np.arange(len(used))
         return number[key], last[used]
+
+
+_ALLOCATOR = ("env.PYTORCH_CUDA_ALLOC_CONF", "env.PYTORCH_ALLOC_CONF")
+
+
+def _expands(setting: object) -> bool:
+    return isinstance(setting, str) and "expandable_segments:true" in setting.lower()
 
 
 def _compact(key: Codes) -> tuple[Codes, int]:

@@ -66,7 +66,8 @@ class StepProfile:
     by shape, and the workspace of PyTorch's matrix products. `chunk_bytes` stays on the device for
     each model chunk, `constant_bytes` for each rank. Bytes per parameter are those of a rank's own
     parameters for gradients, and of its share of them for the optimizer's state and for what its
-    step adds while it runs.
+    step adds while it runs. `fragmentation` is what PyTorch's allocator reserves beyond the peak,
+    as a share of the bytes that passes hold then, with fixed and with expandable segments.
     """
 
     units: Mapping[str, UnitProfile]
@@ -77,6 +78,8 @@ class StepProfile:
     gradient_bytes_per_parameter: float
     state_bytes_per_parameter: float
     step_bytes_per_parameter: float
+    fragmentation: float
+    fragmentation_expandable: float
     versions: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
@@ -125,6 +128,8 @@ def read_profile(
         gradient_bytes_per_parameter=held.categories[GRADIENTS] / (dense + expert),
         state_bytes_per_parameter=held.categories[OPTIMIZER_STATE] / shares,
         step_bytes_per_parameter=windows.step_peak / shares,
+        fragmentation=_fragmentation(trace, windows.held_bytes, expandable=False),
+        fragmentation_expandable=_fragmentation(trace, windows.held_bytes, expandable=True),
         versions=versions,
     )
 
@@ -170,6 +175,16 @@ def _spans(kinds: Sequence[str], mtp: bool) -> dict[str, _Spans]:
             layer,
         )
     return spans
+
+
+def _fragmentation(trace: Trace, held_bytes: int, *, expandable: bool) -> float:
+    """Bytes reserved beyond the peak for each byte allocated above `held_bytes` at the peak."""
+    from tuner.memory.allocator_replay import replay
+    from tuner.memory.allocator_settings import AllocatorSettings
+
+    run = replay(trace, AllocatorSettings(expandable_segments=expandable))
+    beyond = run.peak_reserved_bytes - run.peak_allocated_bytes
+    return beyond / max(1, run.peak_allocated_bytes - held_bytes)
 
 
 def placeholder_bytes(placeholders: Mapping[str, Mapping[str, int]], units: Iterable[str]) -> int:
@@ -287,8 +302,8 @@ def _hidden_bytes(request: DryRunRequest) -> int:
 class _Windows:
     """Live bytes between the markers of the last micro-batch of the last step.
 
-    `forward` are the events at which its forward pass begins and ends, `step_peak` is the most that
-    is added after the last pass, by the optimizer for one.
+    `forward` are the events at which its forward pass begins and ends, `held_bytes` is what is
+    alive before, `step_peak` the most that is added after the last pass, by the optimizer for one.
     """
 
     def __init__(self, trace: Trace, steps: int) -> None:
@@ -304,7 +319,8 @@ class _Windows:
             self._markers[boundaries.FORWARD_END],
         )
         after = live[self._markers[boundaries.BACKWARD_END] : end]
-        self.step_peak = max(0, int(after.max(initial=0)) - int(live[self.forward[0] - 1]))
+        self.held_bytes = int(live[self.forward[0] - 1])
+        self.step_peak = max(0, int(after.max(initial=0)) - self.held_bytes)
 
     def unit(self, spans: _Spans, stays: tuple[int, int], counts: Sequence[int]) -> UnitProfile:
         change, peak = self._window(*spans.forward)
