@@ -18,7 +18,7 @@ from tuner.memory.composition.kinds import layer_kinds, profile_model
 from tuner.memory.composition.profile import StepProfile, read_profile
 from tuner.memory.composition.split import SPLIT_FIELDS
 from tuner.memory.errors import UnsupportedError
-from tuner.memory.request import DryRunRequest
+from tuner.memory.request import TRANSFORMER_ENGINE, DryRunRequest
 from tuner.models import ModelSpec
 
 PIPELINE_FIELDS = (
@@ -43,7 +43,8 @@ UNCOMPOSED: Mapping[str, str] = {
 class ProfileSource:
     """How dry runs are made: precision and GPU architecture of the run, versions beneath it.
 
-    `mcore` is a folder with another Megatron-Core than the installed one.
+    `layers` says whose layers run, as in `DryRunRequest`; `mcore` is a folder with another
+    Megatron-Core than the installed one.
     """
 
     seq_length: int
@@ -51,6 +52,7 @@ class ProfileSource:
     architecture: str = "hopper"
     te_version: str = "2.9.0"
     mcore: Path | None = None
+    layers: str = TRANSFORMER_ENGINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ def profile_task(
         precision=source.precision,
         architecture=source.architecture,
         te_version=source.te_version,
+        layers=source.layers,
         environment={k: v for k, v in environment.items() if k in _ENVIRONMENT},
         boundaries=True,
     )
