@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from tuner.diagnose.advice import advice_findings
 from tuner.diagnose.diagnosis import Diagnosis, Finding
@@ -16,7 +15,8 @@ from tuner.diagnose.findings import (
     signature_findings,
 )
 from tuner.diagnose.log import Line, Log, read_log
-from tuner.diagnose.signatures import Fix
+from tuner.diagnose.rule_messages import rule_of
+from tuner.diagnose.signatures import Fix, signatures
 from tuner.diagnose.tracebacks import Raised, exception_of, raised
 
 _LEVELS = {"root": 3, "symptom": 2, "consequence": 1, "hint": 0}
@@ -54,7 +54,8 @@ def diagnose(text: str, *, mcore: str, frontend: str = "mcore") -> Diagnosis:
     ]
     found = _without_shadows(found) + _numeric_findings(facts)
     ranked = sorted(found, key=lambda one: _rank(one, facts), reverse=True)
-    cause = ranked[0] if ranked and _is_answer(ranked[0], raises) else None
+    unexplained = [one for one in raises if not _is_known(one)]
+    cause = ranked[0] if ranked and _is_answer(ranked[0], unexplained) else None
     outcome = _outcome(cause, facts, raises)
     if cause is None and not raises:
         advised = advice_findings(facts, config, mcore, frontend)
@@ -87,21 +88,29 @@ def _rank(finding: Finding, facts: Facts) -> tuple[bool, int, bool, float, int]:
     return standing, _LEVELS[finding.level], is_memory, float(specific), -finding.line
 
 
-_GENERIC = frozenset(("configuration_refused", "nccl_error"))
+_GENERIC = frozenset(("configuration_refused", "nccl_error", "child_failed"))
 
 
-def _is_answer(finding: Finding, raises: Sequence[Raised]) -> bool:
+def _is_known(exception: Raised) -> bool:
+    """Whether a signature or a rule knows the exception's own line."""
+    text = f"{exception.type}: {exception.message}"
+    return any(one.matches(text) for one in signatures()) or rule_of(text) is not None
+
+
+def _is_answer(finding: Finding, unexplained: Sequence[Raised]) -> bool:
     """Whether a finding is good enough to be the answer.
 
     A consequence is none where an exception that nothing knows stands in the log.
     """
     if finding.level == "consequence":
-        unexplained = [one for one in raises if one.type not in _LAUNCHER_ERRORS]
-        return not unexplained and finding.confidence >= _CERTAIN
+        foreign = [one for one in unexplained if one.type not in _LAUNCHER_ERRORS]
+        return not foreign and finding.confidence >= _CERTAIN
     return finding.level != "hint" and finding.confidence >= _CERTAIN
 
 
-_LAUNCHER_ERRORS = frozenset(("ChildFailedError", "SignalException", "DistBackendError"))
+_LAUNCHER_ERRORS = frozenset(
+    ("ChildFailedError", "SignalException", "DistBackendError", "ProcessRaisedException")
+)
 
 
 def _without_shadows(found: list[Finding]) -> list[Finding]:
@@ -186,8 +195,3 @@ def _likely(log: Log, raises: Sequence[Raised]) -> tuple[Line, ...]:
     for line in log.lines[-_TAIL:]:
         chosen[line.number] = line
     return tuple(chosen[number] for number in sorted(chosen))
-
-
-def settings(facts: Facts) -> Mapping[str, Any]:
-    """What the log says of the configuration, as printed."""
-    return dict(facts.config)

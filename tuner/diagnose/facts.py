@@ -81,6 +81,11 @@ def read_facts(log: Log) -> Facts:
     return facts
 
 
+def is_progress(text: str) -> bool:
+    """Whether a line reports an iteration."""
+    return _ITERATION.search(text) is not None
+
+
 def _read_progress(line: Line, facts: Facts) -> None:
     match = _ITERATION.search(line.text)
     if match is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tuner.diagnose.diagnosis import Finding
-from tuner.diagnose.facts import Facts
+from tuner.diagnose.facts import Facts, is_progress
 from tuner.diagnose.log import Line, Log
 from tuner.diagnose.memory import OUT_OF_MEMORY, kind_of, read_numbers
 from tuner.diagnose.rule_messages import fix_of, rule_of
@@ -208,7 +208,7 @@ def signature_findings(log: Log) -> Iterator[Finding]:
     """Lines that one of the signatures knows."""
     found: dict[str, list[Line]] = {}
     for line in log:
-        if not line.text.strip() or _QUOTED.match(line.text):
+        if not line.text.strip() or _QUOTED.match(line.text) or is_progress(line.text):
             continue
         for signature in signatures():
             known = found.get(signature.id, [])
@@ -235,7 +235,8 @@ def rule_findings(
     """Refusals of a configuration that a rule knows, in messages and in plain lines."""
     messages = {one.line.number: (one.line, one.message) for one in raises}
     for line in log:
-        if line.number not in messages and not _QUOTED.match(line.text):
+        quoted = _QUOTED.match(line.text) or is_progress(line.text)
+        if line.number not in messages and not quoted:
             messages[line.number] = (line, line.text)
     seen: set[str] = set()
     for _, (line, text) in sorted(messages.items()):

@@ -10,6 +10,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _TIME = r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"
 _PREFIXES = (
     # torchrun's --tee and --role prefixes, PyTorch's own, and Ray's
+    re.compile(r"[EWIF]\d{4} \d\d:\d\d:\d\d\.\d+ +\d+ \S+:\d+\] ?"),  # glog
     re.compile(r"\[(?:default|rank|trainer|worker)(?P<rank>\d+)\][:\s]?\s?"),
     re.compile(r"\[Rank (?P<rank>\d+)\]:?\s?(?=Traceback|\s+File |\w*Error)"),
     re.compile(r"\((?:\w+ )?(?:pid|rank)=(?P<rank>\d+)(?:, ip=[\d.]+)?\)\s?"),

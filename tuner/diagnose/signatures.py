@@ -36,7 +36,7 @@ class Signature:
     family: str
     level: Level
     confidence: float
-    patterns: tuple[re.Pattern[str], ...]
+    pattern: re.Pattern[str]
     unless: re.Pattern[str] | None
     title: str
     why: str
@@ -47,7 +47,7 @@ class Signature:
         """Whether a line is evidence of this cause."""
         if self.unless is not None and self.unless.search(text):
             return False
-        return any(pattern.search(text) for pattern in self.patterns)
+        return self.pattern.search(text) is not None
 
 
 @lru_cache(maxsize=1)
@@ -59,6 +59,13 @@ def signatures() -> tuple[Signature, ...]:
     return tuple(_signature(entry) for entry in yaml.safe_load(text))
 
 
+def _joined(pattern: str) -> str:
+    """A pattern as one branch of an alternation: a leading `(?i)` holds for itself only."""
+    if pattern.startswith("(?i)"):
+        return f"(?i:{pattern.removeprefix('(?i)')})"
+    return f"(?:{pattern})"
+
+
 def _signature(entry: Mapping[str, Any]) -> Signature:
     unless = entry.get("unless")
     return Signature(
@@ -66,7 +73,7 @@ def _signature(entry: Mapping[str, Any]) -> Signature:
         family=entry["family"],
         level=entry["level"],
         confidence=float(entry["confidence"]),
-        patterns=tuple(re.compile(pattern) for pattern in entry["patterns"]),
+        pattern=re.compile("|".join(_joined(pattern) for pattern in entry["patterns"])),
         unless=re.compile(unless) if unless else None,
         title=entry["title"],
         why=entry["why"],

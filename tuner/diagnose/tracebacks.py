@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from tuner.diagnose.log import Line, Log
 
-_START = re.compile(r"\s*(?:\+ Exception Group )?Traceback \(most recent call last\)")
-_FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+_START = re.compile(r"Traceback \(most recent call last\)")
+_FRAME = re.compile(
+    r'(?P<indent>\s*)File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)'
+)
 _EXCEPTION = re.compile(
     r"(?:[\w.]*\.)?(?P<type>[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Exceeded|Timeout|Failed))"
     r"(?::\s?(?P<message>.*))?$"
@@ -39,7 +41,7 @@ def raised(log: Log) -> list[Raised]:
     """Every exception with a traceback, in the order of the lines that name them."""
     found = []
     for line in log:
-        if _START.match(line.text):
+        if _START.search(line.text):
             exception = _follow(log, line)
             if exception is not None:
                 found.append(exception)
@@ -55,16 +57,19 @@ def exception_of(text: str) -> tuple[str, str] | None:
 def _follow(log: Log, start: Line) -> Raised | None:
     """The traceback that begins at `start`, read from lines of the same rank."""
     frames: list[Frame] = []
+    indent = 0
     for line in log.after(start.number, _MAX_LINES):
         if line.rank != start.rank:
             continue
         frame = _FRAME.match(line.text)
         if frame is not None:
             frames.append(Frame(frame["file"], frame["function"]))
+            indent = len(frame["indent"])
             continue
-        if _START.match(line.text):
+        if _START.search(line.text):
             return None
-        named = exception_of(line.text.strip() if not line.text.startswith("    ") else "")
+        text = line.text.lstrip()
+        named = exception_of(text) if len(line.text) - len(text) < max(indent, 1) else None
         if named is not None and frames:
             return Raised(named[0], _message(log, line, named[1]), line, tuple(frames))
     return None
@@ -77,7 +82,7 @@ def _message(log: Log, line: Line, first: str) -> str:
         if follower.rank != line.rank:
             continue
         text = follower.text
-        if not text.strip() or _START.match(text) or exception_of(text) or text.startswith("["):
+        if not text.strip() or _START.search(text) or exception_of(text) or text.startswith("["):
             break
         parts.append(text.strip())
     return " ".join(part for part in parts if part)

@@ -44,7 +44,6 @@ def _fields(settings: Settings) -> dict[str, Any]:
         positions = fields.get(_NEEDED_POSITIONS) or fields.get("seq_length")
         if positions is not None:
             fields[_NEEDED_POSITIONS] = max(positions, fields.get("seq_length") or 0)
-        fields.setdefault("transformer_impl", "transformer_engine")
     return fields
 
 

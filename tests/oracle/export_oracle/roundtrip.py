@@ -37,6 +37,13 @@ class Outcome:
     refused: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     wrong: list[tuple[dict[str, Any], str, Any, Any]] = field(default_factory=list)
 
+    def add(self, other: Outcome) -> None:
+        """Count another round trip in."""
+        for name in ("candidates", "fields", "rewritten", "left_out", "inexpressible"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.refused += other.refused
+        self.wrong += other.wrong
+
     def to_json(self) -> dict[str, Any]:
         return {
             "candidates": self.candidates,
@@ -56,7 +63,7 @@ def valid_candidates(
     drawn_for = "bridge" if frontend == "bridge" else "mcore"
     for drawn in CandidateGenerator(seed, mcore, drawn_for):
         flat = Candidate.from_flat(completed(drawn)).to_flat(mcore=mcore)
-        verdict = check(flat, mcore=mcore, frontend=frontend)
+        verdict = check(flat, mcore=mcore, frontend=frontend, fixes=False)
         if verdict.valid:
             yield flat, verdict.rewrites
 
