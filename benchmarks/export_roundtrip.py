@@ -5,8 +5,8 @@
 Each candidate is exported, applied to the real Megatron-LM parser with its checks and configuration
 objects, or laid over a real Megatron Bridge container by Bridge's own override code, and every
 field is compared; what the tuner reads back from its own export is compared too. Megatron-LM's
-parser is in the wheels from 0.17 on; for 0.16.1 give a checkout with --megatron-lm-checkout. Prints one
-JSON summary.
+parser is in the wheels from 0.17 on; for 0.16.1 give a checkout with --megatron-lm-checkout.
+Prints one JSON summary.
 """
 
 from __future__ import annotations

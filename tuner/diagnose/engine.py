@@ -50,7 +50,7 @@ def diagnose(text: str, *, mcore: str, frontend: str = "mcore") -> Diagnosis:
         *memory_findings(log, raises, facts),
         *rule_findings(log, raises, config, mcore, frontend),
         *signature_findings(log),
-        *refusal_findings(raises),
+        *refusal_findings(log, raises),
     ]
     found = _without_shadows(found) + _numeric_findings(facts)
     ranked = sorted(found, key=lambda one: _rank(one, facts), reverse=True)

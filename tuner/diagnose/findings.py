@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tuner.constraints.fields import catalogue
 from tuner.diagnose.diagnosis import Finding
 from tuner.diagnose.facts import Facts, is_progress
 from tuner.diagnose.log import Line, Log
 from tuner.diagnose.memory import OUT_OF_MEMORY, kind_of, read_numbers
 from tuner.diagnose.rule_messages import fix_of, rule_of
 from tuner.diagnose.signatures import Fix, signatures
-from tuner.diagnose.tracebacks import Raised
+from tuner.diagnose.tracebacks import Raised, exception_of
 
 _MAX_EVIDENCE = 5
 _MESSAGE_LINES = 6
@@ -21,7 +22,7 @@ _CONFIGURATION_FILES = re.compile(
     r"(?:transformer_config|model_parallel_config|distributed_data_parallel_config"
     r"|optimizer_config|arguments|yaml_arguments|argument_utils|comm_overlap|mixed_precision"
     r"|pipeline_parallel_layer_layout|parallel_state|num_microbatches_calculator"
-    r"|bridge/training/config|gpt_provider|mla_provider)\.py$"
+    r"|bridge/training/config|gpt_provider|mla_provider|optimizer_param_scheduler)\.py$"
 )
 
 HEADROOM = 0.9
@@ -258,22 +259,41 @@ def rule_findings(
         )
 
 
-def refusal_findings(raises: Sequence[Raised]) -> Iterator[Finding]:
-    """Assertions of upstream's configuration code that no rule's message names."""
+def refusal_findings(log: Log, raises: Sequence[Raised]) -> Iterator[Finding]:
+    """Refusals that no rule's message names: raised by configuration code, or naming fields."""
     for one in raises:
         deepest = one.frames[-1]
-        refused = one.type in ("AssertionError", "ValueError", "NotImplementedError")
-        if not refused or not _CONFIGURATION_FILES.search(deepest.file):
+        if one.type in _REFUSALS and _CONFIGURATION_FILES.search(deepest.file):
+            where = f"{deepest.file.rsplit('/', 1)[-1]}: {deepest.function}"
+            said = one.message or "no message; see the asserted line"
+            yield _refused(one.line, f"{one.type} in {where}: {said}", where)
+    for line in log:
+        named = exception_of(line.text.lstrip())
+        if named is None or named[0] not in _REFUSALS:
             continue
-        where = f"{deepest.file.rsplit('/', 1)[-1]}: {deepest.function}"
-        yield Finding(
-            cause="configuration_refused",
-            family="configuration",
-            level="root",
-            confidence=0.8,
-            title="The configuration was refused by Megatron's own checks",
-            why=f"{one.type} in {where}: {one.message or 'no message; see the asserted line'}",
-            evidence=(one.line,),
-            fix=Fix(actions=("tuner check CONFIG --fix lists what is wrong and the way out",)),
-            source=where,
-        )
+        fields = [word for word in _FIELD_NAME.findall(named[1]) if word in catalogue()]
+        if fields and _CONDITION.search(named[1]):
+            yield _refused(line, f"It names {', '.join(dict.fromkeys(fields))}.", "")
+
+
+_REFUSALS = ("AssertionError", "ValueError", "NotImplementedError")
+_FIELD_NAME = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)+")
+_CONDITION = re.compile(
+    r"\b(?:must|should|divisible|multiple|support(?:s|ed)?|require[sd]?|only|cannot|can not|"
+    r"incompatible|invalid|expected|needs?|set)\b",
+    re.IGNORECASE,
+)
+
+
+def _refused(line: Line, why: str, source: str) -> Finding:
+    return Finding(
+        cause="configuration_refused",
+        family="configuration",
+        level="root",
+        confidence=0.8 if source else 0.7,
+        title="The configuration was refused by Megatron's own checks",
+        why=why,
+        evidence=(line,),
+        fix=Fix(actions=("tuner check CONFIG --fix lists what is wrong and the way out",)),
+        source=source,
+    )

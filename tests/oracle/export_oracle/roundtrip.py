@@ -110,6 +110,8 @@ def _command(text: str) -> str:
 
 
 def _megatron_value(name: str, held: Mapping[str, Any]) -> Any:
+    if name == "order":
+        return "tp-cp-ep-pp-dp" if held["args.use_tp_pp_dp_mapping"] else "tp-cp-ep-dp-pp"
     if name in OUTSIDE_MODEL and f"args.{OUTSIDE_MODEL[name]}" in held:
         return held[f"args.{OUTSIDE_MODEL[name]}"]
     if f"model.{name}" in held:
@@ -208,4 +210,4 @@ def _compare_read(
 
 
 #: Read from other words than their own, or not at all: held by the real parser's comparison.
-UNREADABLE = frozenset(("batch_p2p_comm", "deallocate_pipeline_outputs", "pipeline_dtype"))
+UNREADABLE = frozenset(("batch_p2p_comm", "deallocate_pipeline_outputs", "pipeline_dtype", "order"))
