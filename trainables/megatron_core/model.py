@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainables.errors import TrialSpecError
 from trainables.megatron_core.hybrid import build_hybrid_chunk, is_hybrid
 from trainables.megatron_core.weights import initialize_weights
+from trainables.megatron_core.wrapping import wrapped_chunk
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +35,7 @@ def build_training_state(plan: BuildPlan, *, initialize: bool = True) -> Trainin
 
     `initialize=False` leaves Megatron's own initial values, for runs that compute no losses.
     """
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 
@@ -51,13 +48,7 @@ def build_training_state(plan: BuildPlan, *, initialize: bool = True) -> Trainin
             initialize_weights(model, plan.seed)
         wrapped = Float16Module(config, model) if config.bf16 or config.fp16 else model
         chunks.append(
-            DistributedDataParallel(
-                config=config,
-                ddp_config=ddp_config,
-                module=wrapped,
-                # As Megatron-LM: later chunks' gradients are reduced while others compute.
-                disable_bucketing=index > 0,
-            )
+            wrapped_chunk(config, ddp_config, wrapped, first=index == 0, fsdp2=plan.torch_fsdp2)
         )
     optimizer = get_megatron_optimizer(
         OptimizerConfig(**plan.optimizer), chunks, use_gloo_process_groups=False

@@ -17,6 +17,7 @@ from trainables.errors import TrialSpecError
 from trainables.megatron_core.graphs import translate_cuda_graph_fields
 from trainables.megatron_core.hybrid import PATTERN
 from trainables.megatron_core.layout import Layout
+from trainables.megatron_core.wrapping import TORCH_FSDP2, implied_fields
 from tuner.measurement import TrialSpec
 
 _MODEL_ARGUMENTS = (
@@ -43,6 +44,7 @@ _RUN_FIELDS = (
     "cuda_graph_impl",
     "cuda_graph_modules",
     "cuda_graph_scope",
+    TORCH_FSDP2,
 )
 """Fields this trainable reads itself instead of handing them to a class."""
 
@@ -75,6 +77,7 @@ class BuildPlan:
     precision: str
     seed: int
     use_transformer_engine: bool
+    torch_fsdp2: bool = False
 
     def transformer_config(self) -> Any:  # a class of an untyped package
         """A fresh `TransformerConfig` or, for multi-latent attention, `MLATransformerConfig`."""
@@ -92,6 +95,7 @@ def build_plan(spec: TrialSpec, use_transformer_engine: bool) -> BuildPlan:
     is made.
     """
     fields = {**spec.model, **spec.config}
+    fields |= implied_fields(fields)
     layout = Layout.from_config(fields, spec.world_size, spec.global_batch_size)
     if spec.precision not in ("bf16", "fp16", "fp32"):
         raise TrialSpecError(
@@ -126,6 +130,7 @@ def build_plan(spec: TrialSpec, use_transformer_engine: bool) -> BuildPlan:
         precision=spec.precision,
         seed=spec.seed,
         use_transformer_engine=use_transformer_engine,
+        torch_fsdp2=bool(fields.get(TORCH_FSDP2)),
     )
 
 
@@ -271,7 +276,7 @@ def _transformer_defaults(
         # batch them. Gloo has no batched transfers at all.
         "overlap_p2p_comm": cuda and interleaved,
         "batch_p2p_comm": cuda and not interleaved,
-        "gradient_accumulation_fusion": cuda and _can_fuse_gradient_accumulation(),
+        "gradient_accumulation_fusion": cuda and _can_fuse_gradient_accumulation(fields),
     }
     if fields.get("num_moe_experts"):
         defaults["moe_token_dispatcher_type"] = "alltoall"
@@ -303,9 +308,12 @@ def _can_fuse_activation(fields: Mapping[str, Any]) -> bool:
     return activation == "quick_gelu" and gated and only_experts
 
 
-def _can_fuse_gradient_accumulation() -> bool:
+def _can_fuse_gradient_accumulation(fields: Mapping[str, Any]) -> bool:
+    """Whether products may add to `main_grad`, which sharded gradients do not have all the time."""
     import importlib.util
 
+    if fields.get("use_megatron_fsdp") or fields.get(TORCH_FSDP2):
+        return False
     return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 

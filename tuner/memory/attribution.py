@@ -16,7 +16,7 @@ from torch.nn.modules import module as torch_module
 
 from trainables.megatron_core.cpu_device import replaced
 from trainables.megatron_core.schedule import unwrapped
-from tuner.memory.categories import GRADIENTS, WEIGHTS, categorised
+from tuner.memory.categories import GRADIENTS, OPTIMIZER_STATE, WEIGHTS, categorised
 from tuner.memory.recorder import Recorder
 from tuner.memory.trace import Trace
 
@@ -28,6 +28,14 @@ OPTIMIZER = "optimizer"
 STEP = "step"
 BACKWARD_PHASES = (BACKWARD, RECOMPUTE)
 """Phases whose work runs in autograd's thread."""
+
+_SHARDED = {
+    "model_weight_buffer": WEIGHTS,
+    "transpose_weight_buffer": WEIGHTS,
+    "main_weight_buffer": OPTIMIZER_STATE,
+    "main_grad_buffer": GRADIENTS,
+}
+"""Buffers of a `ParameterGroup` of Megatron-FSDP."""
 
 _LAYER = re.compile(r"^decoder\.layers\.\d+")
 
@@ -60,15 +68,18 @@ class Attribution:
         labels: dict[int, str] = {}
 
         def label(tensor: Any, category: str) -> None:
+            tensor = getattr(tensor, "_local_tensor", tensor)  # of a sharded one
             block = self._recorder.block_of(tensor) if isinstance(tensor, torch.Tensor) else None
             if block is not None:
                 labels.setdefault(block, category)
 
         for chunk in chunks:
+            for tensor, category in _sharded(chunk):
+                label(tensor, category)
             for parameter in chunk.parameters():
                 label(parameter.data, WEIGHTS)
                 label(getattr(parameter, "main_grad", None), GRADIENTS)
-            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            for buffer in _buffers(chunk):
                 label(buffer.param_data, WEIGHTS)
                 label(buffer.grad_data, GRADIENTS)
         return labels
@@ -128,3 +139,17 @@ class Attribution:
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self._recorder.module, self._recorder.phase = self._outer.pop()
+
+
+def _sharded(chunk: Any) -> Iterator[tuple[Any, str]]:
+    """What Megatron-FSDP holds of a chunk; its parameters are those that the optimizer steps."""
+    for group in getattr(getattr(chunk, "param_and_grad_buffer", None), "parameter_groups", []):
+        for name, category in _SHARDED.items():
+            yield getattr(getattr(group, name), "data", None), category
+
+
+def _buffers(chunk: Any) -> list[Any]:
+    """The buffers of Megatron-Core's own data parallelism; other wrappers have none like them."""
+    if not hasattr(chunk, "expert_parallel_buffers"):
+        return []
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]

@@ -59,6 +59,8 @@ PLACEHOLDER_GRADIENT = "placeholder gradient"
 """Modules under which workspaces are filed."""
 LOW_PRECISION_WEIGHTS = "low-precision weights"
 """Module under which weights in low precision, and copies kept of others, are filed."""
+GATHERED = "gathered weights and gradients"
+"""Module under which whole weights and gradients of sharded ones are filed."""
 
 
 def categorised(trace: Trace, labels: Mapping[int, str], forward_ends: NDArray[np.int64]) -> Trace:
@@ -102,6 +104,7 @@ def categorised(trace: Trace, labels: Mapping[int, str], forward_ends: NDArray[n
     for name in (CUBLAS_WORKSPACE, TRANSFORMER_ENGINE_WORKSPACE, PLACEHOLDER_GRADIENT):
         category[module == _index(trace.module_names, name)] = codes[WORKSPACES]
     category[module == _index(trace.module_names, LOW_PRECISION_WEIGHTS)] = codes[WEIGHTS]
+    category[module == _index(trace.module_names, GATHERED)] = codes[COMMUNICATION]
     return replace(trace, category=category[trace.block], category_names=CATEGORIES)
 
 

@@ -109,8 +109,8 @@ def _replacements() -> dict[str, Any]:
         "reduce": _in_place,
         "all_gather_into_tensor": _gather,
         "_all_gather_base": _gather,
-        "reduce_scatter_tensor": _reduce_scatter,
-        "_reduce_scatter_base": _reduce_scatter,
+        "reduce_scatter_tensor": _reduce_scatter_tensor,
+        "_reduce_scatter_base": _reduce_scatter_tensor,
         "all_to_all_single": _all_to_all_single,
         "all_gather": _all_gather,
         "all_to_all": _all_to_all,
@@ -173,19 +173,28 @@ def _broadcast(
 def _reduce_scatter(
     output: torch.Tensor, inputs: Any, op: Any = None, group: Any = None, async_op: bool = False
 ) -> FinishedWork | None:
-    tensors = [inputs] if isinstance(inputs, torch.Tensor) else inputs
-    return _record("reduce_scatter", tensors, group, async_op)
+    return _record("reduce_scatter", inputs, group, async_op)
+
+
+def _reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> FinishedWork | None:
+    return _record("reduce_scatter", [input], group, async_op)
 
 
 def _gather(
-    output: torch.Tensor,
-    tensor: torch.Tensor,
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
     group: Any = None,
     async_op: bool = False,
 ) -> FinishedWork | None:
     """All-gather into one tensor; every rank is taken to hold the same known values."""
-    _same_values(output, tensor)
-    return _record("all_gather", [output], group, async_op)
+    _same_values(output_tensor, input_tensor)
+    return _record("all_gather", [output_tensor], group, async_op)
 
 
 def _same_values(output: torch.Tensor, tensor: torch.Tensor) -> None:

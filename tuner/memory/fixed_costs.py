@@ -16,6 +16,7 @@ import yaml
 
 from tuner.candidate import Candidate
 from tuner.hardware import Gpu
+from tuner.memory.expert_buffers import deepep_bytes, hybridep_bytes
 
 _MIB = 1 << 20
 
@@ -104,11 +105,14 @@ def fixed_costs(
     world_size: int,
     moe: bool = False,
     hidden_bytes: int = 0,
+    hidden_size: int = 0,
+    experts: int = 0,
 ) -> FixedCosts:
     """The fixed costs of a rank of `candidate` on `gpu`.
 
     `hidden_bytes` is the size of one micro-batch's hidden states on one tensor-parallel group,
-    which Transformer Engine's userbuffers repeat when `tp_comm_overlap` is set.
+    which Transformer Engine's userbuffers repeat when `tp_comm_overlap` is set. `hidden_size` and
+    the number of `experts` size the buffers of the flex dispatcher.
     """
     data = _data()
     opened = communicators(
@@ -124,7 +128,23 @@ def fixed_costs(
         entry = data["userbuffers"]
         buffers = entry["value"] - (entry["gathered"] / 2 if extra.get("fp8") else 0)
         items.append(FixedCost("userbuffers", int(buffers * hidden_bytes), entry["source"]))
+    if experts and extra.get("moe_token_dispatcher_type") == "flex":
+        items.append(_dispatcher(candidate, extra, hidden_bytes, hidden_size, experts))
     return FixedCosts(tuple(items))
+
+
+def _dispatcher(
+    candidate: Candidate, extra: dict[str, Any], hidden_bytes: int, hidden_size: int, experts: int
+) -> FixedCost:
+    """Buffers that ranks with experts write into each other (`tuner/memory/expert_buffers.py`)."""
+    split = candidate.tensor_model_parallel_size
+    expert_split = candidate.expert_tensor_parallel_size or split
+    ranks = candidate.expert_model_parallel_size * expert_split
+    if extra.get("moe_flex_dispatcher_backend", "deepep") == "deepep":
+        return FixedCost("DeepEP buffers", deepep_bytes(ranks, hidden_size), "deepseek-ai/DeepEP")
+    tokens = hidden_bytes // (2 * hidden_size) // split
+    size = hybridep_bytes(ranks, tokens, hidden_size, experts * expert_split)
+    return FixedCost("HybridEP buffers", size, "deepseek-ai/DeepEP, branch hybrid-ep")
 
 
 def _item(name: str, entry: dict[str, Any]) -> FixedCost:

@@ -305,6 +305,8 @@ class _RecordingMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if types and any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it runs the operator on this rank's shard, which is seen
         kwargs = kwargs or {}
         handler = self._handlers.get(func)
         if handler is not None:

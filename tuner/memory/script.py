@@ -30,10 +30,9 @@ _RENAMED = {"ddp_average_in_collective": "average_in_collective"}
 _WEIGHTS_IN_FP8 = ("fp8_param", "fp8_param_gather")
 """Names of one option of training scripts, for the model's layers and for data parallelism."""
 
-_UNMODELLED = {
-    "use_megatron_fsdp": "Megatron-FSDP is not modelled",
-    "use_torch_fsdp2": "PyTorch's FSDP2 is not modelled",
-}
+_UNMODELLED = dict.fromkeys(
+    ("fp4_param", "fp4_param_gather"), "weights held in FP4 are not modelled"
+)
 
 
 def megatron_core_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:

@@ -78,8 +78,9 @@ def record_in_framework(request: DryRunRequest) -> tuple[Trace, dict[str, str]]:
     Gives what was allocated, categorised, and what the run took for granted. Needs `framework`.
     """
     from trainables.megatron_core.plan import build_plan
-    from tuner.memory import attribution, collectives, cublas, device, graphs, script
+    from tuner.memory import attribution, collectives, cublas, device, fsdp, graphs, script
     from tuner.memory.recorder import Recorder
+    from tuner.memory.te import deep_ep
     from tuner.memory.values import KnownValues
 
     local = request.layers == LOCAL
@@ -92,6 +93,8 @@ def record_in_framework(request: DryRunRequest) -> tuple[Trace, dict[str, str]]:
         plan = build_plan(_trial(request, config), use_transformer_engine=not own_layers)
         if not local:
             stack.enter_context(script.sinkhorn_converges())
+            stack.enter_context(deep_ep.indices_become_maps())
+            stack.enter_context(fsdp.sharding_runs(plan))
         if own_layers and not local:
             stack.enter_context(script.layers_as_specified())
         values.density = _routing_density(plan.transformer)

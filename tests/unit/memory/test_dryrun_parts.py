@@ -54,7 +54,12 @@ def test_what_outlives_its_forward_pass_is_an_activation() -> None:
     assert breakdown_at(trace, 1) == {ACTIVATIONS: 10, FORWARD_TRANSIENTS: 20}
 
 
-@pytest.mark.parametrize("field", ["use_megatron_fsdp", "use_torch_fsdp2"])
+@pytest.mark.parametrize("field", ["fp4_param", "fp4_param_gather"])
 def test_settings_without_a_model_are_refused_by_name(field) -> None:
     with pytest.raises(UnsupportedError, match=field):
         megatron_core_config({field: True})
+
+
+def test_fp8_weights_go_by_the_names_of_layers_and_of_data_parallelism() -> None:
+    config, _ = megatron_core_config({"fp8_param_gather": True})
+    assert config == {"fp8_param": True, "fp8_param_gather": True}

@@ -22,6 +22,7 @@ from tuner.memory.te import (
     attention,
     base,
     checkpoint,
+    deep_ep,
     delta_net,
     graph,
     grouped,
@@ -217,7 +218,7 @@ def installed(version: str, architecture: str) -> Iterator[None]:
 
 def _made_modules(version: str) -> dict[str, ModuleType]:
     made: dict[str, ModuleType] = {}
-    contents_of = _modules() | mamba.modules() | delta_net.modules()
+    contents_of = _modules() | mamba.modules() | delta_net.modules() | deep_ep.modules()
     if state.process.version >= _PROCESSES_AFTER_GATHER:
         contents_of["transformer_engine.pytorch.tensor.utils"]["post_all_gather_processing"] = (
             primary.post_all_gather_processing
