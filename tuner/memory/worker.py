@@ -11,12 +11,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+from trainables.processes import die_with_parent
+
 
 def main(layers: str, te_version: str, architecture: str) -> None:
-    """Serve requests until standard input ends."""
+    """Serve requests until standard input ends, or whoever asks is gone."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints must not get between the answers
     import warnings
@@ -34,12 +39,20 @@ def main(layers: str, te_version: str, architecture: str) -> None:
             answers.flush()
 
 
+def _end_with(parent: int) -> None:
+    """End this process, and with it the run it waits for, once its parent has ended."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def _in_fork(job: dict[str, Any]) -> dict[str, Any]:
     """Run one job in a child process; its answer comes back through a pipe."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
+        die_with_parent()  # a run that does not end must not outlive a worker that was stopped
         try:
             answer = _answer(job)
         except BaseException as error:  # the child must not return into the parent's loop
