@@ -1,7 +1,7 @@
 """`tuner estimate`: what a candidate needs, as one document.
 
 Memory comes from a dry run of chosen ranks, replayed through PyTorch's allocator under the memory
-of the GPU. Step time is not estimated here: its fields stand at null.
+of the GPU; time from the kernels of a dry run of single layers (`tuner.timing`).
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ def estimate(
     `ranks` limits the dry run to these global ranks; by default the ranks that can hold the peak
     (`peak_ranks`). Raises InputError for unusable input.
     """
+    from tuner.timing.estimate import time_fields
+
     request = EstimateRequest.from_document(document)
     chosen = list(ranks) if ranks is not None else peak_ranks(request)
     source = trace_of or dry_run_trace
@@ -94,11 +96,7 @@ def estimate(
         "peak_allocated_bytes": max(rank.replay.peak_allocated_bytes for rank in found),
         "peak_reserved_bytes": worst.replay.peak_reserved_bytes,
         "ranks": [rank.to_json() for rank in found],
-        "step_time_s": None,
-        "tokens_per_s_per_gpu": None,
-        "tflops_per_gpu": None,
-        "mfu": None,
-        "time_breakdown": {},
+        **time_fields(request),
         "memory_fit": worst.fit.to_json(),
         "fixed_costs": worst.fixed.to_json(),
         "assumptions": assumptions(request),

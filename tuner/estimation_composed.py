@@ -20,6 +20,8 @@ def estimate_composed(document: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises InputError for unusable input, UnsupportedError for what only a full dry run covers.
     """
+    from tuner.timing.estimate import time_fields
+
     request = EstimateRequest.from_document(document)
     memories = stage_memories(
         request.model,
@@ -43,11 +45,7 @@ def estimate_composed(document: Mapping[str, Any]) -> dict[str, Any]:
             _stage_document(request, stage, memory, expandable)
             for stage, memory in enumerate(memories)
         ],
-        "step_time_s": None,
-        "tokens_per_s_per_gpu": None,
-        "tflops_per_gpu": None,
-        "mfu": None,
-        "time_breakdown": {},
+        **time_fields(request),
         "memory_fit": {
             "fits": fits,
             "fits_with_expandable_segments": fits_expandable,

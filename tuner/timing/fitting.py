@@ -28,8 +28,11 @@ Predict = Callable[[Rates], "ArrayLike"]
 _STEP = 1e-3
 """Relative change of a rate that derivatives are taken over."""
 
+_NEAR = 0.1
+"""Change of a logarithm over which derivatives are taken to stay the same."""
+
 _ITERATIONS = 20
-_SETTLED = 1e-4
+_SETTLED = 1e-3
 _FREEDOM = 4.0
 """Degrees of freedom of residuals: the fewer, the less those far out count."""
 
@@ -102,6 +105,7 @@ class _Problem:
         self.start = prior.logarithms()
         self.precision = np.linalg.inv(prior.covariance[np.ix_(self.free, self.free)])
         self.highest = np.where([name in SHARES for name in NAMES], 0.0, np.inf)
+        self._slopes: tuple[Values, Values] | None = None
 
     def predicted(self, position: Values) -> Values:
         values = dict(zip(NAMES, np.exp(position).tolist(), strict=True))
@@ -116,14 +120,21 @@ class _Problem:
         return self.measured - self.predicted(position)
 
     def slopes(self, position: Values, here: Values) -> Values:
-        """Derivatives of log times by log rates, `[measurement, free parameter]`."""
+        """Derivatives of log times by log rates, `[measurement, free parameter]`.
+
+        They change slowly with the rates: those of a position near by are taken again.
+        """
+        if self._slopes is not None and np.abs(self._slopes[0] - position).max() < _NEAR:
+            return self._slopes[1]
         columns = []
         for index in self.free:
             aside = position.copy()
             step = -_STEP if position[index] + _STEP > self.highest[index] else _STEP
             aside[index] += step
             columns.append((self.predicted(aside) - here) / step)
-        return np.stack(columns, axis=1)
+        found = np.stack(columns, axis=1)
+        self._slopes = position.copy(), found
+        return found
 
     def improved(self, position: Values, spread: float) -> tuple[Values, float]:
         """One damped Gauss-Newton step, and the spread of residuals it starts from."""

@@ -126,29 +126,52 @@ def _of_study(path: Path) -> Observations:
 
 
 def _of_rows(path: Path) -> Observations:
-    from tuner.validation.conversion import launch_of
-    from tuner.validation.launch import UnmodelledError
     from tuner.validation.published import read_rows
 
     usable, skipped = [], []
     for row in read_rows(path):
-        seconds = step_time_of(row)
-        if seconds is None:
-            skipped.append((row["id"], "no step time, token rate or FLOP rate is published"))
-            continue
         try:
-            launch = launch_of(row)
-        except UnmodelledError as error:
+            usable.append(observation_of(row))
+        except InputError as error:
             skipped.append((row["id"], str(error)))
-            continue
-        if launch.framework:
-            skipped.append((row["id"], "another framework than Megatron-Core"))
-            continue
-        document = launch.to_json()
-        if launch.link_domain_gpus:
-            document["link_domain_gpus"] = launch.link_domain_gpus
-        usable.append(Observation(row["id"], document, seconds))
     return Observations(tuple(usable), tuple(skipped))
+
+
+def observation_of(row: Mapping[str, Any]) -> Observation:
+    """A published row as a timed step; runs on other frameworks as if on Megatron-Core.
+
+    Raises InputError with the reason where its configuration or its time is not known.
+    """
+    from tuner.validation.conversion import launch_of
+    from tuner.validation.launch import UnmodelledError
+
+    try:
+        launch = launch_of(row)
+    except UnmodelledError as error:
+        raise InputError(str(error)) from None
+    document = launch.to_json()
+    if launch.link_domain_gpus:
+        document["link_domain_gpus"] = launch.link_domain_gpus
+    seconds = step_time_of(row) or _time_of_rate(row, document)
+    if seconds is None:
+        raise InputError("no step time, token rate or FLOP rate is published")
+    return Observation(row["id"], document, seconds)
+
+
+def _time_of_rate(row: Mapping[str, Any], document: Mapping[str, Any]) -> float | None:
+    """Seconds of a step that a published rate of model FLOPs means."""
+    from tuner.models import ModelSpec, model_flops_per_step
+
+    rate = row["measured"].get("tflops_per_gpu")
+    if not rate:
+        return None
+    work = model_flops_per_step(
+        ModelSpec.from_flat(document["model"]),
+        document["seq_length"],
+        document["global_batch_size"],
+        tensor_model_parallel_size=document["config"].get("tensor_model_parallel_size", 1),
+    )
+    return float(work / (rate * 1e12 * document["world_size"]))
 
 
 def step_time_of(row: Mapping[str, Any]) -> float | None:
@@ -168,7 +191,16 @@ def predictor(observations: Sequence[Observation], calibration: Calibration) -> 
     The calibration's device stands in for GPUs that no data sheet describes. Raises
     UnsupportedError or InputError, naming the observation, for steps that the model cannot time.
     """
-    cases = [_named_case(one, calibration) for one in observations]
+    places: dict[str, int] = {}
+    cases: list[TimedCase] = []
+    for one in observations:  # equal configurations are timed once
+        key = json.dumps(dict(one.document), sort_keys=True, default=str)
+        if key not in places:
+            places[key] = len(cases)
+            cases.append(_named_case(one, calibration))
+    place = [
+        places[json.dumps(dict(one.document), sort_keys=True, default=str)] for one in observations
+    ]
     groups: dict[Any, list[int]] = {}
     for index, case in enumerate(cases):
         groups.setdefault(case.shared, []).append(index)
@@ -177,7 +209,7 @@ def predictor(observations: Sequence[Observation], calibration: Calibration) -> 
         seconds = np.zeros(len(cases))
         for indices in groups.values():
             seconds[indices] = _step_seconds([cases[i] for i in indices], rates)
-        return seconds
+        return seconds[place]
 
     return predict
 
