@@ -17,6 +17,7 @@ from typing import Any
 
 from tuner.models.errors import ModelSpecError, did_you_mean
 from tuner.models.hf_document import HFDocument, read_document
+from tuner.models.hf_hybrid import gated_delta_net, nemotron_h
 from tuner.models.spec import ModelSpec
 
 _Fields = dict[str, Any]
@@ -460,3 +461,16 @@ def _deepseek_v3(hf: HFDocument) -> _Fields:
         "mtp_num_layers": hf.count("num_nextn_predict_layers", 0) or None,
         "make_vocab_size_divisible_by": 1280,
     }
+
+
+@_register("qwen3_next", "Qwen3NextForCausalLM")
+def _qwen3_next(hf: HFDocument) -> _Fields:
+    absent = {"num_key_value_heads": 2, "head_dim": 256, "num_experts": 512}
+    absent |= {"num_experts_per_tok": 10, "moe_intermediate_size": 512}
+    return {
+        **_qwen3_moe(HFDocument(hf.location, absent | dict(hf.values))),
+        **gated_delta_net(hf),
+    }
+
+
+_register("nemotron_h", "NemotronHForCausalLM")(nemotron_h)

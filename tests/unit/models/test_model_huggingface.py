@@ -143,6 +143,25 @@ def test_latent_attention_keeps_its_defaults_and_null_means_none(model_type, tmp
     assert spec.q_lora_rank is None
 
 
+@pytest.mark.parametrize(
+    ("repository", "changes", "part"),
+    [
+        ("nvidia/Nemotron-H-8B-Base-8K", {"num_hidden_layers": 50}, "each of 50 layers"),
+        ("nvidia/Nemotron-H-8B-Base-8K", {"use_bias": True}, "use_bias=true"),
+        ("nvidia/Nemotron-H-8B-Base-8K", {"mlp_hidden_act": "silu"}, "must be relu2"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", {"layer_types": ["full_attention"]}, "each of 48"),
+    ],
+)
+def test_hybrids_refuse_what_megatron_core_lacks(repository, changes, part, tmp_path):
+    assert part in refusal(HF_CONFIGS[repository][1] | changes, tmp_path)
+
+
+def test_linear_attention_follows_the_kinds_of_layers_named(tmp_path):
+    config = HF_CONFIGS["Qwen/Qwen3-Next-80B-A3B-Instruct"][1]
+    kinds = ["linear_attention", "full_attention"] * 24
+    assert read(config | {"layer_types": kinds}, tmp_path).linear_attention_freq == (1, 0) * 24
+
+
 @pytest.mark.parametrize("key", MINIMAL)
 @pytest.mark.parametrize("how", ["absent", "null"])
 def test_a_missing_size_is_named(key, how, tmp_path):
