@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
 
+from tuner.timing.calibration import Calibration, starting_rates
 from tuner.timing.closed_form import pipeline_times
+from tuner.timing.observations import timed_case
+from tuner.timing.predicted import predicted_trace
 from tuner.timing.schedule import Pipeline, simulate
+from tuner.timing.step import step_times
 from tuner.timing.tail import StepTail, finish_step
 from tuner.timing.timeline import trace_document
 
@@ -69,3 +73,31 @@ def test_all_of_a_step_is_there_and_ends_with_it(document):
     assert counts["optimizer"] == 4
     last = max(event["ts"] + event["dur"] for event in bars)
     assert last == pytest.approx(end.step_s[0] * 1e6, rel=1e-6)
+
+
+def test_a_configuration_becomes_a_trace_of_its_predicted_step():
+    document = {
+        "model": "tiny-gqa",
+        "config": {
+            "pipeline_model_parallel_size": 2,
+            "tensor_model_parallel_size": 2,
+            "micro_batch_size": 1,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["mlp"],
+        },
+        "world_size": 4,
+        "seq_length": 256,
+        "global_batch_size": 4,
+        "gpu": "h100",
+    }
+    prior = Calibration.prior("H100-SXM-80GB", "bf16", starting_rates())
+    trace = predicted_trace(document, prior)
+    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    counts = Counter(event["name"].split()[0] for event in bars)
+    assert counts["forward"] == counts["backward"] == counts["recompute"] == 2 * 4
+    case = timed_case(document, prior)
+    table = case.table(prior.rates)
+    rows = case.rows(table)
+    times = step_times([case.candidate], [rows[0]], [rows[1]], table, global_batch_size=4)
+    last = max(event["ts"] + event["dur"] for event in bars) * 1e-6
+    assert last == pytest.approx(times.step_s[0] - prior.rates.step_s, rel=1e-4)
