@@ -1,14 +1,12 @@
-"""Seconds of the pipelines of many candidates, each with its own schedule."""
+"""The pipeline of a candidate, and ranks that share the cores of one machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tuner.candidate import Candidate
-from tuner.timing.closed_form import pipeline_times
 from tuner.timing.schedule import Pipeline
 
 if TYPE_CHECKING:
@@ -36,30 +34,6 @@ def pipeline_of(candidate: Candidate, microbatches: int) -> Pipeline:
         overlap_warmup_flush=overlap and bool(extra.get("overlap_p2p_comm_warmup_flush")),
         combined=combined and (chunks > 1 or candidate.pipeline_model_parallel_size == 1),
     )
-
-
-def pipeline_seconds(
-    candidates: Sequence[Candidate],
-    microbatches: Sequence[int],
-    forward_s: Seconds,
-    backward_s: Seconds,
-    p2p_s: Seconds,
-) -> Seconds:
-    """Seconds of the schedule of each candidate, `[candidate]`; infinite where it cannot run.
-
-    `forward_s` and `backward_s` `[candidate, stage, chunk]`, `p2p_s` `[candidate]`.
-    """
-    groups: dict[Pipeline, list[int]] = {}
-    seconds = np.full(len(candidates), np.inf)
-    for index, (candidate, count) in enumerate(zip(candidates, microbatches, strict=True)):
-        try:
-            groups.setdefault(pipeline_of(candidate, count), []).append(index)
-        except ValueError:
-            continue
-    for pipeline, indices in groups.items():
-        times = pipeline_times(pipeline, forward_s[indices], backward_s[indices], p2p_s[indices])
-        seconds[indices] = times.pipeline_s
-    return seconds
 
 
 def on_shared_cores(seconds: Seconds, core_s: Seconds, cores: int | None) -> Seconds:
