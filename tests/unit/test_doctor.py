@@ -17,7 +17,7 @@ def server():
     class Handler(http.server.BaseHTTPRequestHandler):
         status = 200
 
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self) -> None:
             self.send_response(self.status)
             self.end_headers()
 

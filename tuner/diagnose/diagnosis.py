@@ -15,7 +15,7 @@ _SHOWN = 400
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing found. `order` breaks ties between findings of one level: the smaller wins."""
+    """One thing found. `details` holds numbers; only out-of-memory messages have some."""
 
     cause: str
     family: str

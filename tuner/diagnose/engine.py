@@ -78,7 +78,7 @@ def _name(cause: Finding | None) -> str:
 
 
 def _rank(finding: Finding, facts: Facts) -> tuple[bool, int, bool, float, int]:
-    """Order of explanation: still standing, level, memory first, certainty, earliest.
+    """Order of explanation: still standing, level, memory first, the specific one, earliest.
 
     Memory that ran out explains whatever else happened, as in a trial's outcome.
     """
