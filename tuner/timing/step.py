@@ -352,7 +352,9 @@ class _Group:
         work = both.sum(axis=(2, 3))
         chosen = np.arange(len(work)), work.argmax(axis=1)
         busy = count * both.sum(axis=2)[chosen]
-        waits = np.maximum(0.0, pipeline_s - busy.sum(axis=1))
+        waits = pipeline_s - busy.sum(axis=1)
+        busy[:, PARTS.index("expert")] += np.minimum(0.0, waits)  # hidden by combined passes
+        waits = np.maximum(0.0, waits)
         longest = optimizer.max(axis=1)
         left = end.step_s - pipeline_s - longest
         rest = step - end.step_s

@@ -49,7 +49,10 @@ def test_the_document_is_json_and_holds_the_agreed_fields():
     document = json.loads(json.dumps(estimated()))
     for name in ("fits", "peak_allocated_bytes", "peak_reserved_bytes", "ranks", "step_time_s"):
         assert name in document
-    assert document["step_time_s"] is None
+    assert sum(
+        seconds for cause, seconds in document["time_breakdown"].items() if cause != "uncertainty"
+    ) == pytest.approx(document["step_time_s"])
+    assert 0.0 < document["mfu"] < 1.0
     rank = document["ranks"][0]
     assert {"rank", "stage", "allocated_bytes", "breakdown"} <= set(rank)
 
