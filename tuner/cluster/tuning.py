@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tuner.cluster.prepared import PreparedJob
+from tuner.cluster.proposals import engine_of
 from tuner.errors import EnvironmentLacksError
 from tuner.measurement import Outcome, write_json_atomically
 from tuner.search.records import Proposal, TrialRecord, best_of
@@ -62,11 +63,12 @@ def run_tuning(
         directory.storage_url,
         "tuner",
         prepared.space,
-        prepared.checker,
-        metric=job.objective.maximize,
+        prepared.check,
+        metric=job.objective.measured_figure,
         memory_limit_bytes=_limit_bytes(prepared),
         sampler=job.search.sampler,
         seed=job.search.seed,
+        engine=engine_of(prepared),
     )
     if resume:
         study.interrupt_running("the tuner ended before the trial did", requeue=False)
@@ -246,7 +248,7 @@ def _conclude(
 ) -> TuningRun:
     """Write the summary and the best candidate, then bring MLflow up to the study."""
     trials = study.records()
-    metric = prepared.job.objective.maximize
+    metric = prepared.job.objective.measured_figure
     interrupted = ended_because == "interrupted"
     summary = summarize(
         trials,
@@ -277,7 +279,7 @@ def write_best(directory: StudyDirectory, prepared: PreparedJob, best: TrialReco
         best,
         model=prepared.job.model,
         spec=asdict(prepared.spec_of(best.candidate)),
-        metric=prepared.job.objective.maximize,
+        metric=prepared.job.objective.measured_figure,
         trial_dir=directory.trial_path(best.number),
     )
     temporary = Path(f"{directory.best_path}.part")

@@ -12,7 +12,6 @@ from tuner.commands.output import console, print_json
 from tuner.errors import InputError
 
 if TYPE_CHECKING:
-    from tuner.cluster.prepared import PreparedJob
     from tuner.job import Job
     from tuner.search.planning.front import Ranked
     from tuner.search.planning.plan import Plan
@@ -73,10 +72,15 @@ def plan_document(
     """The document of `tuner plan` for a job. Raises InputError naming what is wrong with it."""
     from tuner.cluster.prepared import prepare
     from tuner.search.explain import explain_best
+    from tuner.search.planning.machine import workplace_of
     from tuner.search.planning.plan import plan_space, require_gpu_space
 
     prepared = prepare(job, where=where, base_folder=base_folder)
     require_gpu_space(prepared.space)
+    if job.cluster.device == "cpu":
+        raise InputError(
+            "a plan is for GPUs", where=where, field="cluster.device", fix="use tuner tune"
+        )
     place = workplace_of(prepared, where=where)
     with _ProgressBar() as bar:
         plan = plan_space(
@@ -111,29 +115,6 @@ def plan_document(
         "explanation": explain_best(plan, place),
         "seconds": plan.seconds,
     }
-
-
-def workplace_of(prepared: PreparedJob, *, where: str) -> Workplace:
-    """What the job's space is estimated for. Raises InputError where no GPU is named."""
-    from tuner.hardware import get_gpu
-    from tuner.search.planning.workplace import Workplace, rates_of
-
-    job = prepared.job
-    if job.cluster.device != "cuda" or job.cluster.gpu is None:
-        raise InputError(
-            "a plan needs a GPU type", where=where, field="cluster.gpu", fix="name one, e.g. h100"
-        )
-    gpu = get_gpu(job.cluster.gpu)
-    return Workplace(
-        model=prepared.model,
-        gpu=gpu,
-        gpus_per_node=job.cluster.gpus_per_node,
-        world_size=job.cluster.world_size,
-        seq_length=job.workload.seq_length,
-        global_batch_size=job.workload.global_batch_size,
-        precision=job.workload.precision,
-        rates=rates_of(gpu, job.workload.precision),
-    )
 
 
 def _confirmed(

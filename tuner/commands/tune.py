@@ -81,7 +81,7 @@ def run_study(
             console(stderr=True),
             trials=job.budget.trials,
             wall_clock_s=job.budget.wall_clock_s,
-            metric=job.objective.maximize,
+            metric=job.objective.measured_figure,
             world_size_of=prepared.world_size_of,
         ) as display,
     ):

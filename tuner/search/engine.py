@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner.candidate import Candidate
 from tuner.measurement import Outcome
-from tuner.search.estimates import Estimator
+from tuner.search.estimates import Estimates, Estimator
 from tuner.search.knowledge import Knowledge, Seen
 from tuner.search.pool import Pool
 from tuner.search.proposer import Choice, Proposer
@@ -30,7 +30,7 @@ class Engine:
     """Chooses among the candidates of a space, told of every trial of the study.
 
     `candidates` are the valid ones; `limit_bytes` is the memory a rank may allocate, as
-    `estimator` counts it.
+    `estimator` counts it. `estimates` are those of `candidates`, where they are at hand.
     """
 
     def __init__(
@@ -40,9 +40,11 @@ class Engine:
         *,
         limit_bytes: float,
         costs: TrialCosts,
+        estimates: Estimates | None = None,
     ) -> None:
         self._candidates = {candidate.key: candidate for candidate in candidates}
         self._estimator = estimator
+        self._estimates = estimates
         self._limit_bytes = limit_bytes
         self._costs = costs
         self._refused: dict[str, None] = {}
@@ -52,9 +54,12 @@ class Engine:
     @cached_property
     def _proposer(self) -> Proposer:
         candidates = list(self._candidates.values())
+        estimates, self._estimates = self._estimates, None
+        if estimates is None or len(estimates) != len(candidates):
+            estimates = self._estimator(candidates)
         pool = Pool(
             CandidateTable.of(candidates),
-            self._estimator(candidates),
+            estimates,
             self._limit_bytes,
             [self._costs.world_size_of(candidate) for candidate in candidates],
             self._costs.overhead_s,

@@ -231,6 +231,7 @@ class TrialStore:
 def open_storage(url: str) -> optuna.storages.BaseStorage:
     """The Optuna storage of a database URL, or of a journal file (a path ending in ".journal").
 
+    An empty URL is a storage in memory.
     SQLite writes ahead and flushes at checkpoints: a killed driver loses nothing, and a write does
     not wait for the disk.
     """
@@ -240,6 +241,8 @@ def open_storage(url: str) -> optuna.storages.BaseStorage:
         from optuna.storages.journal import JournalFileBackend
 
         return optuna.storages.JournalStorage(JournalFileBackend(url))
+    if not url:
+        return optuna.storages.InMemoryStorage()
     if not url.startswith("sqlite:///") or ":memory:" in url:
         return optuna.storages.get_storage(url)
     from sqlalchemy import event

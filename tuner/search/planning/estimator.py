@@ -17,7 +17,6 @@ from tuner.errors import InputError
 from tuner.memory.composition import ProfileSource, compose_index, index_candidates
 from tuner.memory.composition.index import Index
 from tuner.memory.composition.measure import without_recompute
-from tuner.memory.fixed_costs import fixed_costs
 from tuner.search.enumeration import ValidCandidates
 from tuner.search.planning.memory_book import MemoryBook, layer_bytes
 from tuner.search.planning.offload import Offload
@@ -86,7 +85,7 @@ class SpaceEstimator:
     def __init__(self, place: Workplace, *, workers: int | None = None) -> None:
         self.place = place
         architecture = place.gpu.architecture
-        source = ProfileSource(place.seq_length, place.precision, architecture)
+        source = ProfileSource(place.seq_length, place.precision, architecture, layers=place.layers)
         self.memory = MemoryBook(place.model, source, workers)
         self.time = TimeBook(
             place.model,
@@ -94,7 +93,7 @@ class SpaceEstimator:
             seq_length=place.seq_length,
             precision=place.precision,
             workers=workers,
-            architecture=architecture,
+            **({"layers": place.layers} if place.cores else {"architecture": architecture}),
         )
         self.homes: dict[int, Candidate] = {}
 
@@ -230,15 +229,10 @@ class _Block:
         """Bytes that PyTorch may allocate, `[pair]`."""
         import numpy as np
 
-        place = self._place
-        moe = place.model.num_moe_experts is not None
-        taken = [
-            fixed_costs(
-                self._block.candidate(int(row)), gpu=place.gpu, world_size=place.world_size, moe=moe
-            ).total_bytes
-            for row in self._example
+        allowed = [
+            self._place.allocatable_bytes(self._block.candidate(int(row))) for row in self._example
         ]
-        return place.gpu.usable_memory_bytes - np.array(taken, dtype=np.float64)
+        return np.array(allowed, dtype=np.float64)
 
     def _times(self, rows: Rows, parts: Values, offload: Offload) -> tuple[Values, Values]:
         """Seconds of a step and by part of these rows; NaN for the others."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tuner.memory import issue
 from tuner.memory.recorder import allocate
 from tuner.validation.scaling.settings import FLASH_1, FLASH_2, FUSED, ScalingRun
 
@@ -82,7 +83,12 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: bool
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        first: bool,
+        length: int,
     ) -> torch.Tensor:
         output = allocate(query.shape, query.dtype)
         sums = allocate(query.shape[:2], torch.float32)
@@ -90,6 +96,8 @@ class _Flash(torch.autograd.Function):
         summed = allocate(query.shape, torch.float32) if first else None
         del summed
         ctx.save_for_backward(query, key, value, output, sums, state)
+        ctx.length = length
+        _attend(True, query, length)
         return output
 
     @staticmethod
@@ -100,7 +108,24 @@ class _Flash(torch.autograd.Function):
         summed = allocate(query.shape, torch.float32)
         rows = allocate(query.shape[:2], torch.float32)
         del summed, rows, gradient
-        return (*parts, None)
+        _attend(False, query, ctx.length)
+        return (*parts, None, None)
+
+
+def _attend(forward: bool, query: torch.Tensor, length: int) -> None:
+    """One pass of causal flash attention over sequences of `length` tokens."""
+    tokens, heads, width = query.shape
+    issue.attention(
+        forward,
+        query_rows=length,
+        key_rows=length,
+        pairs=tokens * length / 2,
+        heads=heads,
+        query_width=width,
+        value_width=width,
+        dtype=query.dtype,
+        moved_bytes=(4 if forward else 8) * query.numel() * query.element_size(),
+    )
 
 
 class _FusedSoftmax(torch.autograd.Function):
@@ -111,10 +136,12 @@ class _FusedSoftmax(torch.autograd.Function):
         result = allocate(scores.shape, torch.float32)
         ctx.save_for_backward(result)
         ctx.dtype = scores.dtype
+        issue.touched(scores, result)
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        issue.touched(*ctx.saved_tensors, gradients[0], gradients[0])
         return (gradients[0].to(ctx.dtype),)
 
 
@@ -126,12 +153,14 @@ class _FusedNorm(torch.autograd.Function):
         rows = inputs.numel() // inputs.shape[-1]
         statistics = [allocate((rows,), torch.float32) for _ in range(2)]
         ctx.save_for_backward(inputs, weight, *statistics)
+        issue.touched(inputs, inputs)
         return allocate(inputs.shape, inputs.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         gradient = gradients[0].contiguous()
         inputs, weight, *_ = ctx.saved_tensors
+        issue.touched(inputs, gradient, inputs)
         del gradient
         return allocate(inputs.shape, inputs.dtype), allocate(weight.shape, weight.dtype)
 
@@ -207,7 +236,7 @@ class Attention(nn.Module):
         """`[s, b, n, d]` to `[(b n), s, d]`."""
         rows = self.run.batch * self.run.sequence
         flat = [part.transpose(0, 1).reshape(rows, self.heads, -1) for part in (query, key, value)]
-        output: torch.Tensor = _Flash.apply(*flat, self.run.attention == FLASH_1)
+        output: torch.Tensor = _Flash.apply(*flat, self.run.attention == FLASH_1, self.run.sequence)
         by_head = output.view(self.run.batch, self.run.sequence, self.heads, -1).transpose(1, 2)
         return by_head.reshape(self.run.batch * self.heads, self.run.sequence, -1)
 

@@ -1,0 +1,72 @@
+"""The machine a job runs on, as estimates need it: a GPU's data, or this CPU measured once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tuner.errors import InputError
+from tuner.search.planning.workplace import Workplace, rates_of
+
+if TYPE_CHECKING:
+    from tuner.cluster.prepared import PreparedJob
+    from tuner.timing.calibration import Calibration
+
+_GIB = 2**30
+_QUICK = 0.25  # of the time a calibration on request takes; ranks candidates, no more
+
+
+def workplace_of(prepared: PreparedJob, *, where: str = "") -> Workplace:
+    """What a job's space is estimated for.
+
+    Raises InputError where the job runs on GPUs and names none, EnvironmentLacksError where the CPU
+    cannot be measured.
+    """
+    from tuner.hardware import get_gpu
+
+    job = prepared.job
+    cluster, workload = job.cluster, job.workload
+    cores = None
+    if cluster.device == "cpu":
+        from tuner.timing.microbench_ranks import cores as count_cores
+
+        calibration = this_cpu()
+        gpu, rates, cores = calibration.measured_device(), calibration.rates, count_cores()
+        assert gpu is not None
+    elif cluster.gpu is None:
+        raise InputError(
+            "estimates need a GPU type", where=where, field="cluster.gpu", fix="name one, e.g. h100"
+        )
+    else:
+        gpu = get_gpu(cluster.gpu)
+        rates = rates_of(gpu, workload.precision)
+    limit = cluster.memory_limit_gib
+    return Workplace(
+        model=prepared.model,
+        gpu=gpu,
+        gpus_per_node=cluster.gpus_per_node,
+        world_size=cluster.world_size,
+        seq_length=workload.seq_length,
+        global_batch_size=workload.global_batch_size,
+        precision=workload.precision,
+        rates=rates,
+        cores=cores,
+        limit_bytes=None if limit is None else limit * _GIB,
+    )
+
+
+def this_cpu() -> Calibration:
+    """The calibration of this machine's CPU: read from the cache, or measured now and kept."""
+    from tuner.memory.composition.measure import cache_folder
+    from tuner.timing.calibration import Calibration
+    from tuner.timing.measure import measure_machine
+
+    path = cache_folder() / "this-cpu.json"
+    if path.exists():
+        try:
+            return Calibration.load(path)
+        except InputError:
+            path.unlink()  # of an older format
+    calibration = measure_machine("cpu", scale=_QUICK).calibration
+    path.parent.mkdir(parents=True, exist_ok=True)
+    calibration.save(path)
+    return calibration
