@@ -193,7 +193,7 @@ def _draw(rng: random.Random, model: ModelSpec) -> dict[str, Any]:
         }
     flat |= _draw_recompute(rng, model)
     flat |= _draw_precision(rng)
-    flat |= _draw_offload(rng, model)
+    flat |= _draw_offload(rng, model, flat)
     return flat
 
 
@@ -248,7 +248,7 @@ def _draw_recompute(rng: random.Random, model: ModelSpec) -> dict[str, Any]:
             modules.append("shared_experts")
     if model.multi_latent_attention:
         modules.append("mla_up_proj")
-    chosen = rng.sample(modules, pick([1, 1, 2, 2, 3]))
+    chosen = rng.sample(modules, min(len(modules), pick([1, 1, 2, 2, 3])))
     return {"recompute_granularity": "selective", "recompute_modules": chosen}
 
 
@@ -262,8 +262,14 @@ def _draw_precision(rng: random.Random) -> dict[str, Any]:
     return flat
 
 
-def _draw_offload(rng: random.Random, model: ModelSpec) -> dict[str, Any]:
+def _draw_offload(rng: random.Random, model: ModelSpec, flat: dict[str, Any]) -> dict[str, Any]:
     kind = rng.choice(["none"] * 4 + ["optimizer", "modules"])
+    if flat["pipeline_model_parallel_size"] == 1 and rng.random() < 0.25:
+        return {
+            "cpu_offloading": True,
+            "cpu_offloading_num_layers": rng.choice([1, 2, 4, 7]),
+            "cpu_offloading_double_buffering": rng.choice([True, False]),
+        }
     if kind == "optimizer":
         return {
             "optimizer_cpu_offload": True,

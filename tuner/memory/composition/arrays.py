@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
 from tuner.memory.composition.index import Pipeline
+from tuner.memory.composition.offload import buffers_stay, journey
 from tuner.memory.composition.profile import StepProfile, UnitProfile, placeholder_bytes
 from tuner.memory.composition.schedule import moments
 from tuner.memory.composition.split import EMBEDDING, HEAD, MTP, Chunk
@@ -69,6 +70,7 @@ class ProfileTable:
             [c.expert_model_parallel_size for c in settings]
         )
         self.sharded = np.array([c.use_distributed_optimizer for c in settings])
+        self.te_version = str(profiles[0].versions["transformer_engine"]) if profiles else ""
         self._placeholders: dict[frozenset[str], Bytes] = {}
 
     def unit(self, unit: str, quantity: str, rows: Any, plain: bool = False) -> Bytes:
@@ -195,18 +197,32 @@ class Composer:
         units = self._units(names)
         forward, change = zero, zero
         left = sum((unit.left for unit in units), zero)
-        for unit in units:
+        gone, back = self._moves(names)
+        for number, unit in enumerate(units):
             forward = np.maximum(forward, change + unit.forward_peak)
-            change = change + unit.forward_change
+            change = change + unit.forward_change - gone.get(number, zero)
         takes = EMBEDDING not in names
         gives = HEAD not in names
         passed = int(takes) - int(gives and self.pipeline.shape.freed)
         retained = change + left + self.hidden * passed
         backward, change = zero, zero
-        for unit in reversed(units):
+        for number, unit in reversed(list(enumerate(units))):
+            change = change + back.get(number, zero)
             backward = np.maximum(backward, change + unit.backward_peak)
             change = change + unit.backward_change
         return _ChunkBytes(retained, forward, backward, left)
+
+    def _moves(self, names: Chunk) -> tuple[dict[int, Bytes], dict[int, Bytes]]:
+        """Bytes that leave for the host after units, and come back before them, by unit."""
+        if not self.pipeline.offloaded:
+            return {}, {}
+        first = names[0] == EMBEDDING
+        layers = [name for name in names if name not in (EMBEDDING, MTP, HEAD)]
+        way = journey(len(layers), self.pipeline.offloaded, self.table.te_version)
+        moved = [self.table.unit(name, "offloaded", self.rows) for name in layers]
+        gone = {at + first: moved[layer] for at, layer in way.gone_after.items()}
+        back = {at + first: moved[layer] for at, layer in way.back_before.items()}
+        return gone, back
 
     def _units(self, names: Chunk) -> list[_Unit]:
         """The units of a chunk in order; layers recomputed together are one."""
@@ -261,6 +277,9 @@ class Composer:
             + table.whole("chunk_bytes", rows) * len(chunks)
             + table.placeholders(frozenset(names), rows)
         )
+        if self.pipeline.buffered and buffers_stay(table.te_version):
+            first = next(name for name in names if name != EMBEDDING)
+            other = other + 2 * table.unit(first, "offloaded", rows)
         return (
             weights,
             table.whole("gradient_bytes_per_parameter", rows) * (dense + experts),

@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
     Codes = NDArray[np.int64]
 
-_PIPELINE_COLUMNS = (*PIPELINE_FIELDS, *KIND_FIELDS, "recompute_granularity", "recompute_method")
+_PIPELINE_COLUMNS = (
+    *PIPELINE_FIELDS,
+    *KIND_FIELDS,
+    "recompute_granularity",
+    "recompute_method",
+    "cpu_offloading",
+)
 _STAGES = "pipeline_model_parallel_size"
 _LOOKUP_LIMIT = 1 << 24
 
@@ -37,13 +43,16 @@ class Pipeline:
     """What the pipeline does with the units of a model.
 
     `recompute` is the method and the number of layers of full recompute, `instances` the number of
-    distributed optimizer instances.
+    distributed optimizer instances, `offloaded` the number of layers whose activations go to the
+    host, and `buffered` whether they come back into buffers that stay.
     """
 
     split: Split
     shape: Shape
     recompute: tuple[str, int] | None
     instances: int
+    offloaded: int = 0
+    buffered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +181,11 @@ def _pipeline(model: ModelSpec, flat: Mapping[str, Any], rounds: int) -> Pipelin
         layers = int(flat.get("recompute_num_layers") or 1)
         recompute = (str(flat.get("recompute_method") or "uniform"), layers)
     instances = int(flat.get("num_distributed_optimizer_instances") or 1)
-    return Pipeline(split, shape, recompute, instances)
+    offloaded = 0
+    if flat.get("cpu_offloading"):
+        offloaded = int(flat.get("cpu_offloading_num_layers") or 0)
+    buffered = offloaded > 0 and bool(flat.get("cpu_offloading_double_buffering"))
+    return Pipeline(split, shape, recompute, instances, offloaded, buffered)
 
 
 class _Columns:

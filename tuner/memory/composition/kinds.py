@@ -43,8 +43,8 @@ def profile_model(
     kind of each layer.
     """
     chosen = sorted(set(kinds), key=lambda kind: (_BF16 not in kind.split(), kind))
-    offloaded = config.get("fine_grained_activation_offloading")
-    repeats = _REPEATS_OFFLOADED if offloaded else _REPEATS
+    offloads = config.get("fine_grained_activation_offloading") or config.get("cpu_offloading")
+    repeats = _REPEATS_OFFLOADED if offloads else _REPEATS
     layers = tuple(kind for kind in chosen for _ in range(repeats))
     words = [kind.split() for kind in layers]
     architecture = model.to_flat()
@@ -56,6 +56,8 @@ def profile_model(
         pattern = [_WINDOWED in parts for parts in words] + list(predicted)
         architecture["window_attn_skip_freq"] = [int(windowed) for windowed in pattern]
     changed = dict(config)
+    if config.get("cpu_offloading"):
+        changed["cpu_offloading_num_layers"] = len(layers) - 1
     if sum(_layers_in_bf16(config)):
         changed["num_layers_at_start_in_bf16"] = sum(_BF16 in parts for parts in words)
         changed["num_layers_at_end_in_bf16"] = 0

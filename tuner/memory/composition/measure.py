@@ -28,12 +28,13 @@ PIPELINE_FIELDS = (
     "batch_p2p_comm",
     "deallocate_pipeline_outputs",
     "recompute_num_layers",
+    "cpu_offloading_num_layers",
+    "cpu_offloading_double_buffering",
     "num_distributed_optimizer_instances",
 )
 """Fields that composition accounts for itself: a profile does not depend on them."""
 
 UNCOMPOSED: Mapping[str, str] = {
-    "cpu_offloading": "activation offload by layers",
     "overlap_moe_expert_parallel_comm": "overlap of expert-parallel communication",
 }
 """Settings whose memory only a full dry run says."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tuner.memory import boundaries
@@ -44,6 +44,7 @@ class UnitProfile:
     as cached copies of weights in FP8. `left` bytes stay from a backward pass to the unit's next
     forward pass, which is measured with them there: a layer of experts that was recomputed holds
     its input and its gradient through its routing probabilities (moe/token_dispatcher.py).
+    `offloaded` of the bytes that a forward pass leaves go to the host where the layer is offloaded.
     """
 
     forward_change: int
@@ -52,6 +53,7 @@ class UnitProfile:
     backward_peak: int
     kept: int
     left: int
+    offloaded: int
     dense_parameters: int
     expert_parameters: int
     weight_bytes: int
@@ -112,9 +114,12 @@ def read_profile(
     units, shared = {}, {}
     for unit, spans in _spans(kinds, MTP in parameters).items():
         name = f"layer {spans.layer}" if spans.layer is not None else unit
-        stays = (held.units.get(name, 0), held.left.get(name, 0))
+        gone = windows.offloaded(spans) if request.config.get("cpu_offloading") else 0
+        stays = (held.units.get(name, 0), held.left.get(name, 0), gone)
         units[unit] = windows.unit(spans, stays, parameters.get(name, [0, 0, 0]))
         shared[unit] = dict(placeholders.get(name, {}))
+    if request.config.get("cpu_offloading"):
+        units = _without_moves(units, kinds[-1])
     for name, marker in _own_products(trace, kinds):
         shared.setdefault(name, {})[marker] = held.workspace
     dense, expert = (sum(counts[i] for counts in parameters.values()) for i in (0, 1))
@@ -132,6 +137,26 @@ def read_profile(
         fragmentation_expandable=_fragmentation(trace, windows.held_bytes, expandable=True),
         versions=versions,
     )
+
+
+def _without_moves(units: Mapping[str, UnitProfile], last: str) -> dict[str, UnitProfile]:
+    """The units without what left for the host, or came back, in their windows.
+
+    All layers but the last are offloaded: one leaves after the last layer, in the window of what
+    follows, and one comes back in the backward window of every layer.
+    """
+    moved = units[last].offloaded
+    after = MTP if MTP in units else HEAD
+    changed = {
+        name: replace(unit, backward_peak=unit.backward_peak - unit.offloaded)
+        for name, unit in units.items()
+    }
+    changed[after] = replace(
+        units[after],
+        forward_change=units[after].forward_change + moved,
+        forward_peak=units[after].forward_peak + moved,
+    )
+    return changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,12 +347,22 @@ class _Windows:
         self.held_bytes = int(live[self.forward[0] - 1])
         self.step_peak = max(0, int(after.max(initial=0)) - self.held_bytes)
 
-    def unit(self, spans: _Spans, stays: tuple[int, int], counts: Sequence[int]) -> UnitProfile:
+    def unit(
+        self, spans: _Spans, stays: tuple[int, int, int], counts: Sequence[int]
+    ) -> UnitProfile:
         change, peak = self._window(*spans.forward)
         backward_change, backward_peak = self._window(*spans.backward)
         if spans.layer is not None:  # first and last layers share tensors with their neighbours
             backward_change = -change
         return UnitProfile(change, peak, backward_change, backward_peak, *stays, *map(int, counts))
+
+    def offloaded(self, spans: _Spans) -> int:
+        """What goes to the host between the ends of a layer and of the next one of its kind."""
+        if spans.layer is None:
+            return 0
+        start = boundaries.layer_forward_start(spans.layer)
+        after = boundaries.layer_forward_start(spans.layer + 1)
+        return self._window(*spans.forward)[0] - self._window(start, after)[0]
 
     def _window(self, start: str, end: str) -> tuple[int, int]:
         """Change of live bytes over a window, and the most that was added in it."""
