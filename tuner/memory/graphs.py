@@ -151,6 +151,15 @@ def graphs_can_be_captured(recorder: Recorder) -> Iterator[None]:
         with recorder.in_pool(graph._pool), recorder.in_phase(CAPTURE):
             yield
 
+    outside: list[int] = []
+
+    def begin_allocating(device: Any, pool: tuple[int, int]) -> None:
+        outside.append(recorder.pool)
+        recorder.pool = pool[1]
+
+    def end_allocating(device: Any, pool: tuple[int, int]) -> None:
+        recorder.pool = outside.pop()
+
     addresses = _Addresses()
     data_ptr = torch.Tensor.data_ptr
 
@@ -169,6 +178,13 @@ def graphs_can_be_captured(recorder: Recorder) -> Iterator[None]:
                 memory_stats=lambda device=None: defaultdict(int),
                 set_stream=lambda stream: None,
                 empty_cache=lambda: recorder.mark(EMPTY_CACHE),
+            )
+        )
+        stack.enter_context(
+            replaced(
+                torch._C,
+                _cuda_beginAllocateCurrentThreadToPool=begin_allocating,
+                _cuda_endAllocateToPool=end_allocating,
             )
         )
         stack.enter_context(replaced(torch.Tensor, data_ptr=address))
