@@ -36,6 +36,8 @@ PIPELINE_FIELDS = (
 
 UNCOMPOSED: Mapping[str, str] = {
     "overlap_moe_expert_parallel_comm": "overlap of expert-parallel communication",
+    "use_megatron_fsdp": "Megatron-FSDP",
+    "use_torch_fsdp2": "FSDP2",
 }
 """Settings whose memory only a full dry run says."""
 
