@@ -52,6 +52,28 @@ def megatron_core_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], boo
     return fields, bool(fields.pop(ATTENTION_MASK, False))
 
 
+def _check_recomputed_bias(state: Any) -> None:
+    """A checkpoint that returns a parameter makes itself that parameter's gradient function.
+
+    Its backward pass then enters it again without end. With `add_bias_linear` a recomputed MLP
+    returns its output's bias (transformer/transformer_layer.py `_forward_mlp`).
+    """
+    config = state.config
+    modules = config.recompute_modules or ()
+    if config.recompute_granularity != "selective" or "mlp" not in modules:
+        return
+    for chunk in state.chunks:
+        for layer in unwrapped(chunk).decoder.layers:
+            last = getattr(getattr(layer, "mlp", None), "linear_fc2", None)
+            if config.add_bias_linear and last is not None:
+                raise InputError(
+                    "recomputing mlp with add_bias_linear never ends: the checkpoint returns the "
+                    "bias itself and its backward pass enters it again",
+                    field="recompute_modules",
+                    fix="leave mlp out, or use full recompute",
+                )
+
+
 def _check_uniform_recompute(state: Any) -> None:
     """Megatron-Core 0.16 runs past the last layer where chunks hold no whole number of groups.
 
@@ -117,6 +139,7 @@ class ScriptStep:
         self._layer_graphs = LayerGraphs(plan, state)
         self._steps_done = 0
         _check_uniform_recompute(state)
+        _check_recomputed_bias(state)
 
     def __call__(self, index: int) -> None:
         state, layout = self._state, self._plan.layout

@@ -81,3 +81,8 @@ def test_distributed_saved_activations_keep_a_part_of_each_input() -> None:
     whole = kept(full("dense", "uniform", 1, **pair))
     parts = kept(full("dense", "uniform", 1, distribute_saved_activations=True, **pair))
     assert whole - parts == pytest.approx(LAYERS * HIDDEN_BYTES / 2, rel=0.1)
+
+
+def test_a_recomputed_mlp_with_bias_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match="add_bias_linear never ends"):
+        selective("plain", "mlp")

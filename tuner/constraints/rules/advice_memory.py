@@ -73,6 +73,23 @@ def full_iteration_graph_unregisters(c: Any) -> str | None:
     return None
 
 
+@rule(
+    "R40",
+    "megatron/core/transformer/transformer_layer.py: _forward_mlp; tensor_parallel/random.py: "
+    "CheckpointFunction",
+    kind="advice",
+    fix=[without_module("mlp")],
+)
+def recomputed_mlp_returns_its_bias(c: Any) -> str | None:
+    """mlp recompute with add_bias_linear in a model with dense layers."""
+    if "mlp" not in c.selective_modules or not c.add_bias_linear or not c.has_dense_layers:
+        return None
+    return (
+        "the checkpoint around the MLP returns the bias parameter itself, so its backward pass "
+        "enters it again without end: the first step exhausts memory or crashes"
+    )
+
+
 @rule("R13", MOONLIGHT, kind="advice", fix=[without_module("core_attn")])
 def fused_attention_recomputes_itself(c: Any) -> str | None:
     """core_attn recompute with fused or flash attention."""
