@@ -9,6 +9,8 @@ import pytest
 from tuner.candidate import Candidate
 from tuner.errors import InputError
 from tuner.memory import DryRun, dry_run
+from tuner.memory.composition.kinds import layer_kinds, profile_model
+from tuner.memory.errors import UnsupportedError
 from tuner.models import ModelSpec, count_parameters
 
 _LENGTH = 256
@@ -124,3 +126,17 @@ def test_a_hybrid_pattern_with_prediction_needs_a_newer_megatron_core() -> None:
         pytest.skip("this version has multi-token prediction in hybrid models")
     with pytest.raises(InputError, match="hybrid_layer_pattern"):
         _run("hybrid", "M*/*")
+
+
+def test_a_profile_holds_layers_of_linear_and_of_full_attention() -> None:
+    model = ModelSpec.from_flat(_LINEAR_ATTENTION)
+    kinds = layer_kinds(model, {})
+    assert kinds == ("experts linear",) * 3 + ("experts",)
+    architecture, _, layers = profile_model(model, kinds, {})
+    assert layers == ("experts",) * 2 + ("experts linear",) * 2
+    assert ModelSpec.from_flat(architecture).linear_attention_freq == (0, 0, 1, 1)
+
+
+def test_hybrids_are_not_composed_from_profiles() -> None:
+    with pytest.raises(UnsupportedError, match="hybrid_layer_pattern"):
+        layer_kinds(ModelSpec.from_flat(_HYBRID), {})

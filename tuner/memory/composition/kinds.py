@@ -1,7 +1,7 @@
 """Kinds of layer: layers that allocate alike, and a short model that holds a few of each.
 
-A kind is named by what its layers differ in: "dense" or "experts", "windowed" attention, weights
-kept in "bf16" under FP8.
+A kind is named by what its layers differ in: "dense" or "experts", "windowed" or "linear"
+attention, weights kept in "bf16" under FP8.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tuner.memory.errors import UnsupportedError
 from tuner.models import ModelSpec
 
 _REPEATS = 2
@@ -16,11 +17,20 @@ _REPEATS_OFFLOADED = 3
 """Layers of each kind in a profile: the first meets other neighbours than the rest, and the last
 keeps on the device what others offload."""
 
-_EXPERTS, _WINDOWED, _BF16 = "experts", "windowed", "bf16"
+_EXPERTS, _WINDOWED, _LINEAR, _BF16 = "experts", "windowed", "linear", "bf16"
 
 
 def layer_kinds(model: ModelSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The kind of every decoder layer; `config` is flat."""
+    """The kind of every decoder layer; `config` is flat.
+
+    Raises UnsupportedError for hybrid models, whose stacks are not GPT's.
+    """
+    if model.hybrid_pattern is not None:
+        raise UnsupportedError(
+            "hybrid models are not composed from profiles",
+            field="hybrid_layer_pattern",
+            fix="use a full dry run",
+        )
     count = model.num_layers
     first, last = _layers_in_bf16(config)
     names = []
@@ -28,6 +38,8 @@ def layer_kinds(model: ModelSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
         parts = [_EXPERTS if model.moe_layer_pattern[layer] else "dense"]
         if model.window_layer_pattern[layer]:
             parts.append(_WINDOWED)
+        if model.linear_attention_pattern[layer]:
+            parts.append(_LINEAR)
         if layer < first or layer >= count - last:
             parts.append(_BF16)
         names.append(" ".join(parts))
@@ -55,6 +67,8 @@ def profile_model(
         predicted = model.window_layer_pattern[model.num_layers :]
         pattern = [_WINDOWED in parts for parts in words] + list(predicted)
         architecture["window_attn_skip_freq"] = [int(windowed) for windowed in pattern]
+    if model.experimental_attention_variant is not None:
+        architecture["linear_attention_freq"] = [int(_LINEAR in parts) for parts in words]
     changed = dict(config)
     if config.get("cpu_offloading"):
         changed["cpu_offloading_num_layers"] = len(layers) - 1
