@@ -48,6 +48,8 @@ def device_without_data(recorder: Recorder, architecture: str = "hopper") -> Ite
             stack.enter_context(_dropout_is_one_kernel())
             stack.enter_context(_fused_optimizers_run())
         stack.enter_context(_values_can_be_read(recorder))
+        if not recorder.host_counts:
+            stack.enter_context(_activations_can_be_offloaded())
         yield
 
 
@@ -223,6 +225,23 @@ def _tensors_move() -> Iterator[None]:
         replaced(torch.nn.Module, cuda=_module_to_device),
         replaced(torch, tensor=tensor, ones=ones),
     ):
+        yield
+
+
+@contextmanager
+def _activations_can_be_offloaded() -> Iterator[None]:
+    """pipeline_parallel/fine_grained_activation_offload.py compares device names from 0.19 on."""
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
+
+    name = "_can_manage_tensor_for_offload"
+    if not hasattr(offload.ChunkOffloadHandler, name):
+        yield
+        return
+
+    def can_manage(tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda and not isinstance(tensor, torch.nn.Parameter)
+
+    with replaced(offload.ChunkOffloadHandler, **{name: staticmethod(can_manage)}):
         yield
 
 

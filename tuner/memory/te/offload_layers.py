@@ -17,7 +17,7 @@ import torch
 from tuner.memory import issue
 from tuner.memory.recorder import active_recorder, allocate
 
-_KEEP = "_te_do_not_offload"
+_KEEP = "_TE_do_not_offload"  # Megatron-Core reads it, too
 _WITH_BASE = "_te_offload_base"
 
 
