@@ -190,6 +190,8 @@ def _gated(value: Any, fields: Mapping[str, Any], mcore: str) -> list[str]:
 def _bias_activation(value: Any, fields: Mapping[str, Any], mcore: str) -> list[str]:
     """One switch with SwiGLU, another without."""
     swiglu = fields.get("gated_linear_unit") and fields.get("activation_func") in ("silu", "swiglu")
+    if value and not swiglu and fields.get("add_bias_linear") is False:
+        raise CannotExpressError("without bias the command line keeps the fusion of SwiGLU only")
     return plain_tokens("bias_swiglu_fusion" if swiglu else "bias_gelu_fusion", bool(value), mcore)
 
 

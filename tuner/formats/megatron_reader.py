@@ -190,6 +190,8 @@ def architecture(options: Options) -> dict[str, Any]:
         raise InputError("is missing", field=f"--{str(error.args[0]).replace('_', '-')}") from None
     if unnamed:
         fields.pop("vocab_size")
+    if options.values.get("quick_geglu"):
+        fields |= {"activation_func": "quick_gelu", "gated_linear_unit": True}
     known = catalogue()
     for name in _ARCHITECTURE - set(fields) - _SPECIAL_DESTINATIONS:
         if RENAMED.get(name, name) in options.values and name in known:

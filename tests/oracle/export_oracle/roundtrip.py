@@ -86,6 +86,10 @@ def through_megatron_lm(ask: Ask, flat: dict[str, Any], rewrites: Any, mcore: st
     for name, value in flat.items():
         if name in NOT_ARGUMENTS or name in (exported.left_out or {}):
             continue
+        if flat.get("recompute_modules") == [] and name.startswith("recompute_"):
+            value = None  # the same run: nothing is recomputed, and the option needs a module
+            if name == "recompute_modules":
+                continue
         found = _megatron_value(name, held)
         _compare(outcome, flat, name, rewrites.get(name, value), value, found)
     read = read_configuration(_command(exported.text), mcore=mcore, effective=True)
@@ -114,8 +118,9 @@ def _megatron_value(name: str, held: Mapping[str, Any]) -> Any:
         return "tp-cp-ep-pp-dp" if held["args.use_tp_pp_dp_mapping"] else "tp-cp-ep-dp-pp"
     if name in OUTSIDE_MODEL and f"args.{OUTSIDE_MODEL[name]}" in held:
         return held[f"args.{OUTSIDE_MODEL[name]}"]
-    if f"model.{name}" in held:
-        return held[f"model.{name}"]
+    for part in ("model", "ddp", "optimizer"):
+        if f"{part}.{name}" in held:
+            return held[f"{part}.{name}"]
     return held.get(f"args.{RENAMED.get(name, name)}", MISSING)
 
 

@@ -9,6 +9,7 @@ to the real ``ConfigContainer`` of Megatron Bridge through its own override code
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import json
 import logging
@@ -47,6 +48,7 @@ class MegatronLM:
         self.module = arguments
         parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         arguments.add_megatron_arguments = lambda _: parser  # building it takes a second
+        self.makers = _functions(folder, "get_megatron_ddp_config", "get_megatron_optimizer_config")
         self.actions = [one for one in parser._actions if one.dest != "help"]
 
     def table(self) -> dict[str, Any]:
@@ -75,7 +77,26 @@ class MegatronLM:
         args = arguments.parse_args()
         arguments.validate_args(args)
         model = arguments.core_transformer_config_from_args(args)
-        return _held({"args": args, "model": model})
+        parts = {"args": args, "model": model}
+        if "get_megatron_ddp_config" in self.makers:
+            parts["ddp"] = self.makers["get_megatron_ddp_config"](args)
+        if "get_megatron_optimizer_config" in self.makers:
+            made = self.makers["get_megatron_optimizer_config"](args)
+            parts["optimizer"] = made[0] if isinstance(made, tuple) else made
+        return _held(parts)
+
+
+def _functions(folder: str, *names: str) -> dict[str, Any]:
+    """Functions of training.py by themselves: importing the module needs a GPU's packages."""
+    import torch
+    from megatron.core import distributed, optimizer
+
+    tree = ast.parse((Path(folder) / "training.py").read_text())
+    tree.body = [one for one in tree.body if getattr(one, "name", None) in names]
+    scope = {**vars(optimizer), **vars(distributed), "dataclasses": dataclasses, "Any": Any}
+    scope |= {"argparse": argparse, "torch": torch}
+    exec(compile(tree, "training.py", "exec"), scope)
+    return {name: scope[name] for name in names if name in scope}
 
 
 class Bridge:
@@ -149,7 +170,8 @@ def _held(parts: dict[str, Any]) -> dict[str, Any]:
 
 def _shown(name: str, value: Any) -> Any:
     """The value as JSON; a name left as text where the package needs an object is marked."""
-    is_object = name.endswith("_dtype") or name in ("attention_backend", "activation_func")
+    is_object = name in ("attention_backend", "activation_func")
+    is_object |= name.endswith("_dtype") and name != "moe_router_dtype"
     return f"text {value}" if is_object and isinstance(value, str) else values.to_json(value)
 
 
