@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,9 @@ from tuner.validation.statistics import outcome_summary, relative_error, summary
 
 if TYPE_CHECKING:
     from tuner.memory.trace import Trace
+    from tuner.validation.step_times import TimeValidation
+
+TimeComparison = Callable[[Sequence[Mapping[str, Any]]], "TimeValidation"]
 
 Estimator = Callable[[Launch, "list[int]"], Mapping[str, Any]]
 """Gives the estimate document of a launch, for these ranks."""
@@ -117,13 +120,24 @@ def validate(
     *,
     jsonl_out: Path | str | None = None,
     estimator: Estimator | None = None,
+    compare_times: TimeComparison | None = None,
 ) -> dict[str, Any]:
     """Compare estimates with the rows of `path`; the document of `tuner validate`.
 
     With `jsonl_out` the compared rows are written there too, one a line. Raises InputError where
     the file cannot be read.
     """
-    document = compare(read_rows(path), estimator or estimate_launch).to_json()
+    from tuner.validation import step_times
+
+    rows = list(read_rows(path))
+    document = compare(rows, estimator or estimate_launch).to_json()
+    times = (compare_times or step_times.compare_times)(rows)
+    document["time"] = times.summary()
+    document["rows"] = times.joined(document["rows"])
+    named = {entry["id"] for entry in document["skipped"]}
+    document["skipped"] += [
+        {"id": name, "reason": reason} for name, reason in times.skipped if name not in named
+    ]
     if jsonl_out is not None:
         lines = "".join(json.dumps(row) + "\n" for row in document["rows"])
         Path(jsonl_out).write_text(lines, encoding="utf-8")
