@@ -28,6 +28,7 @@ from tuner.validation.launch import UnmodelledError
 from tuner.validation.published import read_rows, source_of
 
 _KERNEL = "attention_kernel"  # the sweeps' axis of attention and norm kernels
+_NEAR = (0.75, 1.3)  # rough fill of the GPU within which a run is dry-run in full
 _TIME_PARTS = ("compute", "tensor", "host", "bubble", "pipeline", "gradients", "optimizer", "step")
 
 
@@ -217,18 +218,22 @@ def estimate_to_file(launch: Mapping[str, Any], path: str) -> None:
     from tuner.timing.calibration import starting_rates
     from tuner.timing.topology import Links
     from tuner.validation.scaling import ScalingRun, record_rank
-    from tuner.validation.scaling.timing import step_parts
+    from tuner.validation.scaling.timing import rough_peak_bytes, step_parts
 
     request = EstimateRequest.from_document(launch)
     run, gpu = ScalingRun(**launch["framework"]), request.gpu
-    peak, memory = 0, {}
-    for stage in sorted({0, run.stages - 1}):
+    fixed = fixed_costs(request.candidate, gpu=gpu, world_size=request.world_size)
+    rough = rough_peak_bytes(run, gpu.architecture)
+    fill = rough / (gpu.usable_memory_bytes - fixed.total_bytes)
+    peak, memory = int(rough), {"roughly": int(rough)}
+    near = _NEAR[0] <= fill <= _NEAR[1]
+    for stage in sorted({0, run.stages - 1}) if near else ():
+        peak = peak if stage else 0
         trace = record_rank(run, stage, gpu.architecture)
         live = trace.live_bytes(BLOCK_BYTES)
         if int(live.max()) > peak:
             peak = int(live.max())
             memory = {k: int(v) for k, v in breakdown_at(trace, int(live.argmax())).items()}
-    fixed = fixed_costs(request.candidate, gpu=gpu, world_size=request.world_size)
     parts = step_parts(
         run,
         gpu=gpu,

@@ -43,6 +43,10 @@ MEMORY_ERRORS = ErrorSizes(common=0.05, share=0.05, choice=0.03, rest=0.03, nois
 """Beliefs about peak memory: a few per cent from each cause."""
 
 
+UNKNOWN = ErrorSizes(common=1.0, share=0.0, choice=0.3, rest=0.2, noise=0.01)
+"""Beliefs about a figure that nothing predicts: settings change it by tens of per cent each."""
+
+
 class ErrorKernel:
     """Covariances between rows of a table.
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from tuner.search.kernel import MEMORY_ERRORS, TIME_ERRORS, ErrorKernel, ErrorSizes, shares_of
+from tuner.search.kernel import (
+    MEMORY_ERRORS,
+    TIME_ERRORS,
+    UNKNOWN,
+    ErrorKernel,
+    ErrorSizes,
+    shares_of,
+)
 from tuner.search.pool import Pool
 from tuner.search.residual import Evidence, Posterior, fit
 
@@ -110,15 +117,20 @@ class ErrorModels:
 
     @classmethod
     def of(cls, pool: Pool) -> ErrorModels:
-        estimates, rows = pool.estimates, len(pool)
+        import numpy as np
+
+        known, rows = pool.estimates, len(pool)
+        time, memory = known.step_time_s, known.memory_bytes
         return cls(
             ErrorModel(
-                pool, TIME_ERRORS, shares_of(estimates.time_parts, estimates.step_time_s, rows)
+                pool,
+                TIME_ERRORS if np.isfinite(time).any() else UNKNOWN,
+                shares_of(known.time_parts, time, rows),
             ),
             ErrorModel(
                 pool,
-                MEMORY_ERRORS,
-                shares_of(estimates.memory_parts, estimates.memory_bytes, rows),
+                MEMORY_ERRORS if np.isfinite(memory).any() else UNKNOWN,
+                shares_of(known.memory_parts, memory, rows),
             ),
         )
 

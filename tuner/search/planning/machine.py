@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tuner.errors import InputError
+from tuner.errors import EnvironmentLacksError, InputError
 from tuner.search.planning.workplace import Workplace, rates_of
 
 if TYPE_CHECKING:
@@ -55,7 +55,10 @@ def workplace_of(prepared: PreparedJob, *, where: str = "") -> Workplace:
 
 
 def this_cpu() -> Calibration:
-    """The calibration of this machine's CPU: read from the cache, or measured now and kept."""
+    """The calibration of this machine's CPU: read from the cache, or measured now and kept.
+
+    Raises EnvironmentLacksError where measuring fails, as on a machine under heavy load.
+    """
     from tuner.memory.composition.measure import cache_folder
     from tuner.timing.calibration import Calibration
     from tuner.timing.measure import measure_machine
@@ -66,7 +69,11 @@ def this_cpu() -> Calibration:
             return Calibration.load(path)
         except InputError:
             path.unlink()  # of an older format
-    calibration = measure_machine("cpu", scale=_QUICK).calibration
+    try:
+        calibration = measure_machine("cpu", scale=_QUICK).calibration
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise EnvironmentLacksError(f"this CPU could not be measured: {reason}") from error
     path.parent.mkdir(parents=True, exist_ok=True)
     calibration.save(path)
     return calibration

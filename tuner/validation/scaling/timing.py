@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 from tuner.hardware import Gpu
-from tuner.memory.attribution import BACKWARD, FORWARD
+from tuner.memory.attribution import BACKWARD, FORWARD, OPTIMIZER
+from tuner.memory.dryrun import BLOCK_BYTES
 from tuner.memory.kernel_log import KIND, KernelLog
 from tuner.memory.trace import Trace
 from tuner.timing import collectives
@@ -27,6 +28,7 @@ _FLASH_1_SLOWER = 2.0
 """Dao 2023 (arXiv:2307.08691), abstract: FlashAttention-2 is about twice as fast as the first."""
 
 _WIDTH = 2  # bytes of an element of weights, gradients and activations
+_OPTIMIZER_STATE_BYTES = 12
 _OPTIMIZER_BYTES = 40  # AdamW in float32 over a shard: gradient, master, moments read, written
 
 
@@ -72,6 +74,31 @@ def step_parts(
         "pipeline": _transfers(run, links, rates, world) * microbatches,
     }
     return parts | _data(run, gpu, links, rates, world) | {"step": rates.step_s}
+
+
+def rough_peak_bytes(run: ScalingRun, architecture: str) -> float:
+    """Peak of the first stage, near enough to tell whether a dry run of it is worth its time.
+
+    What a layer keeps for a micro-batch comes from runs of two and of three layers.
+    """
+    two, three = (
+        _peak_of_passes(_trace(replace(_without_layout(run), layers=n), architecture))
+        for n in (2, 3)
+    )
+    weights = _WIDTH + _OPTIMIZER_STATE_BYTES  # one micro-batch peaks before it has gradients
+    layer = (4 * run.hidden**2 + 3 * run.hidden * run.intermediate) / run.tensor_ranks
+    ends = 2 * run.vocabulary * run.hidden / run.tensor_ranks
+    kept = three - two - weights * layer
+    base = two - weights * (2 * layer + ends) - 2 * kept
+    in_flight = min(run.stages, max(1, run.micro_batches))
+    held = in_flight * kept * run.layers / run.stages + (base if run.stages == 1 else 0.0)
+    return held + _parameters(run) * (2 * _WIDTH + _OPTIMIZER_STATE_BYTES / run.data_ranks)
+
+
+def _peak_of_passes(trace: Trace) -> float:
+    """Most bytes outside the optimizer's step, which on one data-parallel rank is larger."""
+    live = trace.live_bytes(BLOCK_BYTES)
+    return float(live[trace.phase != trace.phase_names.index(OPTIMIZER)].max())
 
 
 def _units(run: ScalingRun, gpu: Gpu, rates: Rates) -> tuple[Passes, Passes]:
