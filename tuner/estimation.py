@@ -60,16 +60,48 @@ class EstimateRequest:
         gpu = get_gpu(_required(run, "gpu", "name one, e.g. h100"))
         precision, config = expand_precision(run.get("precision", "bf16"), config)
         candidate = Candidate.from_flat(config)
+        world_size = _size(run, "world_size")
+        global_batch_size = _size(run, "global_batch_size")
+        _check_shape(candidate, world_size, global_batch_size)
         return cls(
             model=_model(document.get("model"), architecture),
             candidate=candidate,
-            world_size=_size(run, "world_size"),
+            world_size=world_size,
             seq_length=_size(run, "seq_length"),
-            global_batch_size=_size(run, "global_batch_size"),
+            global_batch_size=global_batch_size,
             gpu=gpu,
             gpus_per_node=int(run.get("gpus_per_node") or gpu.gpus_per_node),
             precision=precision,
             te_version=document.get("te_version"),
+        )
+
+
+def _check_shape(candidate: Candidate, world_size: int, global_batch_size: int) -> None:
+    """Raise InputError where ranks or sequences do not divide as Megatron-Core asks."""
+    ranks = candidate.model_parallel_size()
+    if world_size % ranks:
+        raise InputError(
+            f"{world_size} is not a multiple of the {ranks} ranks of one model replica "
+            "(tensor x pipeline x context parallel)",
+            field="world_size",
+            fix=f"use a multiple of {ranks}",
+        )
+    tensor = candidate.expert_tensor_parallel_size or candidate.tensor_model_parallel_size
+    experts = tensor * candidate.expert_model_parallel_size * candidate.pipeline_model_parallel_size
+    if world_size % experts:
+        raise InputError(
+            f"{world_size} is not a multiple of the {experts} ranks of one replica of the experts "
+            "(expert tensor x expert x pipeline parallel)",
+            field="world_size",
+            fix=f"use a multiple of {experts}",
+        )
+    step = candidate.micro_batch_size * (world_size // ranks)
+    if global_batch_size % step:
+        raise InputError(
+            f"{global_batch_size} is not a multiple of micro_batch_size x data-parallel ranks, "
+            f"{step}",
+            field="global_batch_size",
+            fix=f"use a multiple of {step}",
         )
 
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from tuner.constraints.rules.layer_split import LayoutError, parse_layout
+from tuner.errors import InputError
 from tuner.memory.errors import UnsupportedError
 
 EMBEDDING, MTP, HEAD = "embedding", "mtp", "head"
@@ -73,6 +74,12 @@ def _laid_out(kinds: tuple[str, ...], mtp: bool, stages: int, layout: Any) -> Sp
     if len(parsed) % stages:
         raise UnsupportedError(
             f"a layout of {len(parsed)} chunks does not divide into {stages} stages",
+            field="pipeline_model_parallel_layout",
+        )
+    named = sum(name not in ("embedding", "loss", "mtp") for names in parsed for name in names)
+    if named != len(kinds):
+        raise InputError(
+            f"the layout names {named} decoder layers and the model has {len(kinds)}",
             field="pipeline_model_parallel_layout",
         )
     result: list[list[Chunk]] = [[] for _ in range(stages)]

@@ -1,0 +1,41 @@
+"""Shapes of runs that `tuner estimate` refuses before anything is computed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tuner.errors import InputError
+from tuner.estimation import EstimateRequest
+
+
+def document(**changes) -> dict:
+    config = changes.pop("config", {})
+    return {
+        "model": "llama3-8b",
+        "gpu": "h100",
+        "world_size": 8,
+        "seq_length": 8192,
+        "global_batch_size": 128,
+        **changes,
+        "config": {"micro_batch_size": 1, **config},
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"world_size": 7, "config": {"tensor_model_parallel_size": 2}}, "world_size"),
+        ({"world_size": 6, "config": {"expert_model_parallel_size": 4}}, "world_size"),
+        ({"global_batch_size": 127}, "global_batch_size"),
+        ({"global_batch_size": 8, "config": {"micro_batch_size": 2}}, "global_batch_size"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_by_name(changes, field) -> None:
+    with pytest.raises(InputError) as refused:
+        EstimateRequest.from_document(document(**changes))
+    assert refused.value.field == field
+
+
+def test_sizes_that_divide_are_taken() -> None:
+    request = EstimateRequest.from_document(document(config={"tensor_model_parallel_size": 2}))
+    assert request.world_size == 8
