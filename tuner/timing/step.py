@@ -15,6 +15,7 @@ import numpy as np
 
 from tuner.candidate import Candidate
 from tuner.memory.composition.split import SPLIT_FIELDS, Split, split_units
+from tuner.memory.errors import UnsupportedError
 from tuner.models import ModelSpec
 from tuner.timing import collectives
 from tuner.timing.closed_form import pipeline_times
@@ -133,7 +134,7 @@ def step_times(
 ) -> StepTimes:
     """Times of candidates; `rows` are those of the table, `plain_rows` without recompute.
 
-    Candidates whose schedule Megatron-Core would refuse to run take infinitely long.
+    Candidates whose schedule or split Megatron-Core would refuse take infinitely long.
     """
     groups: dict[Any, list[int]] = {}
     facts = [Facts.of(c, table.machine.world_size, global_batch_size) for c in candidates]
@@ -141,9 +142,10 @@ def step_times(
         blocks = candidate.recompute_num_layers if candidate.recompute_method == "block" else None
         try:
             pipeline = pipeline_of(candidate, fact.microbatches)
-        except ValueError:
+            split = split_of(table, candidate)
+        except (ValueError, UnsupportedError):
             continue
-        key = (split_of(table, candidate), pipeline, blocks, fact.reduces_beside)
+        key = (split, pipeline, blocks, fact.reduces_beside)
         groups.setdefault(key, []).append(index)
     total = np.full(len(candidates), np.inf)
     parts = np.zeros((len(candidates), len(BREAKDOWN)))
