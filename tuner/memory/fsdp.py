@@ -89,6 +89,7 @@ def _megatron_fsdp_runs() -> Iterator[None]:
     by_number = _Shim(torch, cuda=_Shim(torch.cuda, current_device=lambda: 0))
     module = importlib.import_module(f"{package}.megatron_fsdp")
     buckets = importlib.import_module(f"{package}.param_and_grad_buffer")
+    adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
     buffers, buffer = buckets.ParamAndGradBuffer, buckets.DataParallelBuffer
     make, fetch = buffers.__init__, buffer.fetch_bucket
 
@@ -105,6 +106,14 @@ def _megatron_fsdp_runs() -> Iterator[None]:
         replaced(module, torch=by_number),
         replaced(buffers, __init__=make_with_data),
         replaced(buffer, fetch_bucket=fetch_filed),
+        # Random states come from the first rank of a group, and there are no peers.
+        replaced(adapter, _load_rng_state_dict=lambda states: None),
+        # Where each rank's part lies is asked of peers, for checkpoints alone.
+        replaced(
+            buckets,
+            validate_uneven_dtensor=lambda tensor: None,
+            update_uneven_dtensor_chunk_metadata=lambda tensor: None,
+        ),
     ):
         yield
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
 from tuner.errors import InputError
+from tuner.memory.worker_pool import DryRunError
 from tuner.estimation import EstimateRequest, peak_ranks
 from tuner.validation.conversion import launch_of
 from tuner.validation.launch import Launch, UnmodelledError
@@ -159,7 +160,7 @@ def compare(rows: Iterable[Mapping[str, Any]], estimator: Estimator) -> Validati
             key = json.dumps([launch.to_json(), ranks], sort_keys=True, default=str)
             if key not in known:
                 known[key] = estimator(launch, ranks)
-        except (UnmodelledError, InputError) as reason:
+        except (UnmodelledError, InputError, DryRunError) as reason:
             skipped.append((row["id"], str(reason)))
             continue
         results.append(_result(row, launch, measured, known[key]))
