@@ -15,30 +15,20 @@ import torch
 from trainables.megatron_core.cpu_device import replaced
 from tuner.memory.attribution import BACKWARD_PHASES, FORWARD
 from tuner.memory.cublas import PRODUCTS
+from tuner.memory.markers import (
+    BACKWARD_END,
+    BACKWARD_START,
+    FORWARD_END,
+    FORWARD_START,
+    HEAD_BACKWARD_END,
+    MTP_BACKWARD_END,
+    MTP_FORWARD_END,
+    OWN_PRODUCT,
+    layer_backward_end,
+    layer_forward_end,
+    layer_forward_start,
+)
 from tuner.memory.recorder import Recorder
-
-FORWARD_START = "forward start"
-FORWARD_END = "forward end"
-BACKWARD_START = "backward start"
-BACKWARD_END = "backward end"
-HEAD_BACKWARD_END = "head backward end"
-OWN_PRODUCT = {False: "own product forward", True: "own product backward"}
-"""PyTorch itself multiplies matrices, on the thread of forward or of backward passes."""
-
-MTP_FORWARD_END = "mtp forward end"
-MTP_BACKWARD_END = "mtp backward end"
-
-
-def layer_forward_start(layer: int) -> str:
-    return f"layer {layer} forward start"
-
-
-def layer_forward_end(layer: int) -> str:
-    return f"layer {layer} forward end"
-
-
-def layer_backward_end(layer: int) -> str:
-    return f"layer {layer} backward end"
 
 
 class _Boundary(torch.autograd.Function):
@@ -155,6 +145,16 @@ def parameters_by_unit(model: Any) -> dict[str, list[int]]:
         unit[expert] += parameter.numel()
         unit[2] += sum(part.numel() * part.element_size() for part in _parts(parameter))
     return counts
+
+
+def shapes_by_unit(model: Any) -> dict[str, list[list[int]]]:
+    """For each unit its parameters in order: elements, whether they are flat, of an expert."""
+    shapes: dict[str, list[list[int]]] = {}
+    for name, parameter in model.named_parameters():
+        flat = parameter.dim() == 1 or name.endswith(".bias")
+        expert = not getattr(parameter, "allreduce", True)
+        shapes.setdefault(_unit_of(name), []).append([parameter.numel(), int(flat), int(expert)])
+    return shapes
 
 
 def low_precision_weights(model: Any, recorder: Recorder) -> list[int]:

@@ -126,6 +126,7 @@ def _run(
         low_precision_weights,
         parameters_by_unit,
         placeholders_by_unit,
+        shapes_by_unit,
     )
     from tuner.memory.script import ScriptStep
     from tuner.memory.te import userbuffers
@@ -157,6 +158,7 @@ def _run(
             recorder.mark(step_end(number))
     if request.boundaries:
         stated["parameters"] = json.dumps(parameters_by_unit(model))
+        stated["shapes"] = json.dumps(shapes_by_unit(model))
         stated["placeholders"] = json.dumps(placeholders_by_unit(model))
         stated["low_precision_weights"] = json.dumps(low_precision_weights(model, recorder))
     return labels, stated

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.candidate import Candidate
-from tuner.memory import boundaries
+from tuner.memory import markers
 from tuner.memory.kernel_log import GROUPS, OPERATION, KernelLog, concatenated
 from tuner.memory.request import DryRunRequest
 from tuner.memory.trace import Trace, step_end, step_start
@@ -315,41 +315,41 @@ def read_kernels(
     """The units in a trace with boundaries; `parameters` counts those of each, dense and expert."""
     windows = _Windows(trace, request.steps)
     layers = int(request.model["num_layers"])
-    has_mtp = boundaries.MTP_FORWARD_END in windows.names
-    after_layers = boundaries.MTP_BACKWARD_END if has_mtp else boundaries.HEAD_BACKWARD_END
-    last = boundaries.layer_forward_end(layers - 1)
-    head_start = boundaries.MTP_FORWARD_END if has_mtp else last
+    has_mtp = markers.MTP_FORWARD_END in windows.names
+    after_layers = markers.MTP_BACKWARD_END if has_mtp else markers.HEAD_BACKWARD_END
+    last = markers.layer_forward_end(layers - 1)
+    head_start = markers.MTP_FORWARD_END if has_mtp else last
     units = {
         EMBEDDING: windows.unit(
-            boundaries.FORWARD_START,
-            boundaries.layer_forward_start(0),
-            boundaries.layer_backward_end(0),
-            boundaries.BACKWARD_END,
+            markers.FORWARD_START,
+            markers.layer_forward_start(0),
+            markers.layer_backward_end(0),
+            markers.BACKWARD_END,
             parameters[EMBEDDING],
         ),
         HEAD: windows.unit(
             head_start,
-            boundaries.FORWARD_END,
-            boundaries.BACKWARD_START,
-            boundaries.HEAD_BACKWARD_END,
+            markers.FORWARD_END,
+            markers.BACKWARD_START,
+            markers.HEAD_BACKWARD_END,
             parameters[HEAD],
         ),
     }
     if has_mtp:
         units[MTP] = windows.unit(
             last,
-            boundaries.MTP_FORWARD_END,
-            boundaries.HEAD_BACKWARD_END,
-            boundaries.MTP_BACKWARD_END,
+            markers.MTP_FORWARD_END,
+            markers.HEAD_BACKWARD_END,
+            markers.MTP_BACKWARD_END,
             parameters.get(MTP, (0, 0)),
         )
     kinds = _request_kinds(request)
     for layer in range(layers):
         units[kinds[layer]] = windows.unit(
-            boundaries.layer_forward_start(layer),
-            boundaries.layer_forward_end(layer),
-            after_layers if layer + 1 == layers else boundaries.layer_backward_end(layer + 1),
-            boundaries.layer_backward_end(layer),
+            markers.layer_forward_start(layer),
+            markers.layer_forward_end(layer),
+            after_layers if layer + 1 == layers else markers.layer_backward_end(layer + 1),
+            markers.layer_backward_end(layer),
             parameters[f"layer {layer}"],
         )
     total = sum(sum(counts) for counts in parameters.values())

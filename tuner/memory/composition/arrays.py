@@ -16,6 +16,7 @@ from tuner.memory.composition.index import Pipeline
 from tuner.memory.composition.offload import buffers_stay, journey
 from tuner.memory.composition.profile import StepProfile, UnitProfile, placeholder_bytes
 from tuner.memory.composition.schedule import moments
+from tuner.memory.composition.shards import on_device
 from tuner.memory.composition.split import EMBEDDING, HEAD, MTP, Chunk
 from tuner.models import ModelSpec
 
@@ -70,6 +71,8 @@ class ProfileTable:
             [c.expert_model_parallel_size for c in settings]
         )
         self.sharded = np.array([c.use_distributed_optimizer for c in settings])
+        self._bucketed = [bool(dict(c.extra).get("overlap_grad_reduce")) for c in settings]
+        self._equal_shapes: dict[str, Mapping[str, Any]] = {}
         self.te_version = str(profiles[0].versions["transformer_engine"]) if profiles else ""
         self._placeholders: dict[frozenset[str], Bytes] = {}
 
@@ -78,6 +81,12 @@ class ProfileTable:
 
     def whole(self, name: str, rows: Any) -> Bytes:
         return self._whole[name][rows]
+
+    def shapes(self, row: int) -> tuple[Mapping[str, Any], bool]:
+        """Parameters of each unit of a setting (one object for equal ones), and whether gradient
+        buffers have buckets."""
+        shapes = self._profiles[row].shapes
+        return self._equal_shapes.setdefault(repr(shapes), shapes), self._bucketed[row]
 
     def placeholders(self, units: frozenset[str], rows: Any) -> Bytes:
         """Bytes of the placeholder gradients of a rank that holds these units."""
@@ -271,6 +280,8 @@ class Composer:
             each = each / table.unit(EMBEDDING, "dense_parameters", rows)
             dense, weights = dense + copied, weights + copied * each
         share = self._share(dense, experts)
+        if self.pipeline.host_fraction:
+            share = self._on_device(stage)
         other = (
             kept
             + table.whole("constant_bytes", rows)
@@ -300,13 +311,52 @@ class Composer:
         """Parameters whose optimizer state a rank of the stage holds."""
         import numpy as np
 
+        dense_shards, expert_shards = self._shards()
+        shared: Bytes = dense / dense_shards + experts / expert_shards
+        result: Bytes = np.where(self.table.sharded[self.rows], shared, dense + experts)
+        return result
+
+    def _shards(self) -> tuple[Bytes, Bytes]:
+        """Ranks that share the optimizer state of dense and of expert parameters."""
+        import numpy as np
+
         table, rows = self.table, self.rows
         ranks = table.world_size // len(self.pipeline.split)
-        dense_shards = ranks // table.tensor[rows] / self.pipeline.instances
-        expert_shards = np.maximum(1, ranks // table.experts[rows]) / self.pipeline.instances
-        shared: Bytes = dense / dense_shards + experts / np.maximum(1, expert_shards)
-        result: Bytes = np.where(table.sharded[rows], shared, dense + experts)
-        return result
+        dense = ranks // table.tensor[rows] / self.pipeline.instances
+        expert = np.maximum(1, ranks // table.experts[rows]) / self.pipeline.instances
+        return np.maximum(1, dense), np.maximum(1, expert)
+
+    def _on_device(self, stage: int) -> Bytes:
+        """Parameters whose optimizer state stays on the device of the first rank of a stage."""
+        import numpy as np
+
+        chunks = self.pipeline.split[stage]
+        shards = np.stack(self._shards(), axis=1).astype(int)
+        known: dict[Any, int] = {}
+        found = []
+        for row, (dense, expert) in zip(self.rows.tolist(), shards.tolist(), strict=True):
+            shapes, bucketed = self.table.shapes(row)
+            sharded = bool(self.table.sharded[row])
+            key = (id(shapes), dense, expert, sharded, bucketed)
+            if key not in known:
+                parameters = [
+                    [parameter for unit in _with_copies(chunk) for parameter in shapes[unit]]
+                    for chunk in chunks
+                ]
+                known[key] = on_device(
+                    parameters,
+                    (dense, expert),
+                    self.pipeline.host_fraction,
+                    sharded=sharded,
+                    bucketed=bucketed and stage == 0,
+                )
+            found.append(known[key])
+        return np.array(found, dtype=np.float64)
+
+
+def _with_copies(chunk: Chunk) -> Chunk:
+    """Units whose parameters a chunk holds: multi-token prediction repeats the embedding."""
+    return (EMBEDDING, *chunk) if MTP in chunk and EMBEDDING not in chunk else chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ _PIPELINE_COLUMNS = (
     "recompute_granularity",
     "recompute_method",
     "cpu_offloading",
+    "optimizer_cpu_offload",
 )
 _STAGES = "pipeline_model_parallel_size"
 _LOOKUP_LIMIT = 1 << 24
@@ -44,7 +45,8 @@ class Pipeline:
 
     `recompute` is the method and the number of layers of full recompute, `instances` the number of
     distributed optimizer instances, `offloaded` the number of layers whose activations go to the
-    host, and `buffered` whether they come back into buffers that stay.
+    host, and `buffered` whether they come back into buffers that stay. `host_fraction` is the share
+    of optimizer state that is to be on the host.
     """
 
     split: Split
@@ -53,6 +55,7 @@ class Pipeline:
     instances: int
     offloaded: int = 0
     buffered: bool = False
+    host_fraction: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,10 @@ def _pipeline(model: ModelSpec, flat: Mapping[str, Any], rounds: int) -> Pipelin
     if flat.get("cpu_offloading"):
         offloaded = int(flat.get("cpu_offloading_num_layers") or 0)
     buffered = offloaded > 0 and bool(flat.get("cpu_offloading_double_buffering"))
-    return Pipeline(split, shape, recompute, instances, offloaded, buffered)
+    fraction = 0.0
+    if flat.get("optimizer_cpu_offload"):
+        fraction = float(flat.get("optimizer_offload_fraction") or 0.0)
+    return Pipeline(split, shape, recompute, instances, offloaded, buffered, fraction)
 
 
 class _Columns:

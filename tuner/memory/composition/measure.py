@@ -31,8 +31,12 @@ PIPELINE_FIELDS = (
     "cpu_offloading_num_layers",
     "cpu_offloading_double_buffering",
     "num_distributed_optimizer_instances",
+    "optimizer_offload_fraction",
 )
 """Fields that composition accounts for itself: a profile does not depend on them."""
+
+_PROFILED_FRACTION = 0.01
+"""Share of optimizer state on the host while profiling: what stays tells bytes per parameter."""
 
 UNCOMPOSED: Mapping[str, str] = {
     "overlap_moe_expert_parallel_comm": "overlap of expert-parallel communication",
@@ -102,6 +106,8 @@ def profile_task(
         flat.pop(name, None)
     if flat.get("recompute_granularity") == "full":
         flat |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if flat.get("optimizer_cpu_offload"):
+        flat["optimizer_offload_fraction"] = _PROFILED_FRACTION
     architecture, config, kinds = profile_model(model, layer_kinds(model, flat), flat)
     if candidate.pipeline_model_parallel_size > 1:  # tied weights lie on two ranks
         architecture.pop("share_embeddings_and_output_weights", None)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tuner.memory import boundaries
+from tuner.memory import markers
 from tuner.memory.categories import (
     CUBLAS_WORKSPACE,
     GRADIENTS,
@@ -22,6 +22,7 @@ from tuner.memory.categories import (
     TRANSFORMER_ENGINE_WORKSPACE,
     WEIGHTS,
 )
+from tuner.memory.composition.shards import Parameter, on_device
 from tuner.memory.composition.split import EMBEDDING, HEAD, MTP
 from tuner.memory.dryrun import BLOCK_BYTES
 from tuner.memory.request import DryRunRequest
@@ -70,6 +71,7 @@ class StepProfile:
     parameters for gradients, and of its share of them for the optimizer's state and for what its
     step adds while it runs. `fragmentation` is what PyTorch's allocator reserves beyond the peak,
     as a share of the bytes that passes hold then, with fixed and with expandable segments.
+    `shapes` lists the parameters of each unit.
     """
 
     units: Mapping[str, UnitProfile]
@@ -82,6 +84,7 @@ class StepProfile:
     step_bytes_per_parameter: float
     fragmentation: float
     fragmentation_expandable: float
+    shapes: Mapping[str, Sequence[Parameter]]
     versions: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
@@ -90,7 +93,8 @@ class StepProfile:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepProfile:
         units = {name: UnitProfile(**unit) for name, unit in data["units"].items()}
-        return cls(**{**data, "units": units})
+        shapes = {unit: tuple(map(tuple, found)) for unit, found in data["shapes"].items()}
+        return cls(**{**data, "units": units, "shapes": shapes})
 
 
 def read_profile(
@@ -100,7 +104,7 @@ def read_profile(
     shards: tuple[float, float],
     stated: Mapping[str, str],
 ) -> StepProfile:
-    """The profile in a trace with boundaries.
+    """The profile in a trace with markers.
 
     `kinds` names the kind of each layer, `shards` the ranks that share the optimizer state of dense
     and of expert parameters; `stated` is what the dry run stated, parameters by unit included.
@@ -109,21 +113,25 @@ def read_profile(
     parameters: dict[str, list[int]] = json.loads(versions.pop("parameters"))
     placeholders: dict[str, dict[str, int]] = json.loads(versions.pop("placeholders"))
     own = json.loads(versions.pop("low_precision_weights"))
+    by_name: dict[str, list[list[int]]] = json.loads(versions.pop("shapes"))
     windows = _Windows(trace, request.steps)
     held = _Held(trace, windows.forward, len(kinds), own)
-    units, shared = {}, {}
+    units, shared, shapes = {}, {}, {}
     for unit, spans in _spans(kinds, MTP in parameters).items():
         name = f"layer {spans.layer}" if spans.layer is not None else unit
         gone = windows.offloaded(spans) if request.config.get("cpu_offloading") else 0
         stays = (held.units.get(name, 0), held.left.get(name, 0), gone)
         units[unit] = windows.unit(spans, stays, parameters.get(name, [0, 0, 0]))
         shared[unit] = dict(placeholders.get(name, {}))
+        shapes[unit] = tuple((s, flat, expert) for s, flat, expert in by_name.get(name, ()))
     if request.config.get("cpu_offloading"):
         units = _without_moves(units, kinds[-1])
     for name, marker in _own_products(trace, kinds):
         shared.setdefault(name, {})[marker] = held.workspace
     dense, expert = (sum(counts[i] for counts in parameters.values()) for i in (0, 1))
     shares = dense / shards[0] + expert / shards[1]
+    if request.config.get("optimizer_cpu_offload"):
+        shares = _on_device(request, by_name, shards)
     return StepProfile(
         units=units,
         hidden_bytes=_hidden_bytes(request),
@@ -135,8 +143,31 @@ def read_profile(
         step_bytes_per_parameter=windows.step_peak / shares,
         fragmentation=_fragmentation(trace, windows.held_bytes, expandable=False),
         fragmentation_expandable=_fragmentation(trace, windows.held_bytes, expandable=True),
+        shapes=shapes,
         versions=versions,
     )
+
+
+def _on_device(
+    request: DryRunRequest, shapes: Mapping[str, list[list[int]]], shards: tuple[float, float]
+) -> float:
+    """Parameters whose optimizer state a rank of the dry run holds on its device."""
+    names = sorted(shapes, key=_order_of_units)
+    parameters = [(size, flat, expert) for name in names for size, flat, expert in shapes[name]]
+    config = request.config
+    return on_device(
+        [parameters],
+        (int(shards[0]), int(shards[1])),
+        float(config["optimizer_offload_fraction"]),
+        sharded=bool(config.get("use_distributed_optimizer")),
+        bucketed=bool(config.get("overlap_grad_reduce")),
+    )
+
+
+def _order_of_units(name: str) -> tuple[int, int]:
+    if name.startswith("layer "):
+        return 1, int(name.removeprefix("layer "))
+    return {EMBEDDING: 0, MTP: 3}.get(name, 2), 0
 
 
 def _without_moves(units: Mapping[str, UnitProfile], last: str) -> dict[str, UnitProfile]:
@@ -170,32 +201,32 @@ class _Spans:
 
 def _spans(kinds: Sequence[str], mtp: bool) -> dict[str, _Spans]:
     count = len(kinds)
-    after_layers = boundaries.MTP_BACKWARD_END if mtp else boundaries.HEAD_BACKWARD_END
-    head_start = boundaries.MTP_FORWARD_END if mtp else boundaries.layer_forward_end(count - 1)
+    after_layers = markers.MTP_BACKWARD_END if mtp else markers.HEAD_BACKWARD_END
+    head_start = markers.MTP_FORWARD_END if mtp else markers.layer_forward_end(count - 1)
     spans = {
         EMBEDDING: _Spans(
-            (boundaries.FORWARD_START, boundaries.layer_forward_start(0)),
-            (boundaries.layer_backward_end(0), boundaries.BACKWARD_END),
+            (markers.FORWARD_START, markers.layer_forward_start(0)),
+            (markers.layer_backward_end(0), markers.BACKWARD_END),
         ),
         HEAD: _Spans(
-            (head_start, boundaries.FORWARD_END),
-            (boundaries.BACKWARD_START, boundaries.HEAD_BACKWARD_END),
+            (head_start, markers.FORWARD_END),
+            (markers.BACKWARD_START, markers.HEAD_BACKWARD_END),
         ),
     }
     if mtp:
         spans[MTP] = _Spans(
-            (boundaries.layer_forward_end(count - 1), boundaries.MTP_FORWARD_END),
-            (boundaries.HEAD_BACKWARD_END, boundaries.MTP_BACKWARD_END),
+            (markers.layer_forward_end(count - 1), markers.MTP_FORWARD_END),
+            (markers.HEAD_BACKWARD_END, markers.MTP_BACKWARD_END),
         )
     for layer, kind in enumerate(kinds):
         if kinds[:layer].count(kind) != 1:  # the second of each kind is typical
             continue
         after = layer + 1
         spans[kind] = _Spans(
-            (boundaries.layer_forward_start(layer), boundaries.layer_forward_end(layer)),
+            (markers.layer_forward_start(layer), markers.layer_forward_end(layer)),
             (
-                after_layers if after == count else boundaries.layer_backward_end(after),
-                boundaries.layer_backward_end(layer),
+                after_layers if after == count else markers.layer_backward_end(after),
+                markers.layer_backward_end(layer),
             ),
             layer,
         )
@@ -220,6 +251,7 @@ def placeholder_bytes(placeholders: Mapping[str, Mapping[str, int]], units: Iter
     return sum(together.values())
 
 
+_OPTIMIZER_PHASE = "optimizer"
 _CHUNK_MODULES = ("rotary_pos_emb",)
 
 
@@ -268,6 +300,8 @@ class _Held:
                 self.chunk += size
             elif unit is not None and module != TRANSFORMER_ENGINE_WORKSPACE:
                 self.units[unit] = self.units.get(unit, 0) + size
+            elif trace.phase_names[trace.phase[index]] == _OPTIMIZER_PHASE:
+                self.categories[OPTIMIZER_STATE] += size  # until its next step, such as gradients
             else:
                 self.rest += size
 
@@ -276,7 +310,7 @@ def _own_products(trace: Trace, kinds: Sequence[str]) -> set[tuple[str, str]]:
     """The units in which PyTorch multiplies matrices itself, and on which thread."""
     import numpy as np
 
-    names = set(boundaries.OWN_PRODUCT.values())
+    names = set(markers.OWN_PRODUCT.values())
     starts, running = _running_units(trace, len(kinds))
     found = set()
     for event, marker in trace.markers:
@@ -293,22 +327,22 @@ def _running_units(trace: Trace, layers: int) -> tuple[NDArray[np.int64], list[s
     import numpy as np
 
     after: dict[str, str | None] = {
-        boundaries.FORWARD_START: EMBEDDING,
-        boundaries.FORWARD_END: None,
-        boundaries.BACKWARD_START: HEAD,
-        boundaries.HEAD_BACKWARD_END: f"layer {layers - 1}",
-        boundaries.BACKWARD_END: None,
-        boundaries.MTP_FORWARD_END: HEAD,
+        markers.FORWARD_START: EMBEDDING,
+        markers.FORWARD_END: None,
+        markers.BACKWARD_START: HEAD,
+        markers.HEAD_BACKWARD_END: f"layer {layers - 1}",
+        markers.BACKWARD_END: None,
+        markers.MTP_FORWARD_END: HEAD,
     }
-    mtp = any(name == boundaries.MTP_FORWARD_END for _, name in trace.markers)
+    mtp = any(name == markers.MTP_FORWARD_END for _, name in trace.markers)
     if mtp:
-        after[boundaries.HEAD_BACKWARD_END] = MTP
-        after[boundaries.MTP_BACKWARD_END] = f"layer {layers - 1}"
+        after[markers.HEAD_BACKWARD_END] = MTP
+        after[markers.MTP_BACKWARD_END] = f"layer {layers - 1}"
     for layer in range(layers):
         last = layer == layers - 1
-        after[boundaries.layer_forward_start(layer)] = f"layer {layer}"
-        after[boundaries.layer_forward_end(layer)] = (MTP if mtp else HEAD) if last else None
-        after[boundaries.layer_backward_end(layer)] = f"layer {layer - 1}" if layer else EMBEDDING
+        after[markers.layer_forward_start(layer)] = f"layer {layer}"
+        after[markers.layer_forward_end(layer)] = (MTP if mtp else HEAD) if last else None
+        after[markers.layer_backward_end(layer)] = f"layer {layer - 1}" if layer else EMBEDDING
     known = [(event, after[name]) for event, name in trace.markers if name in after]
     starts = np.array([0, *(event for event, _ in known)], dtype=np.int64)
     return starts, [None, *(unit for _, unit in known)]
@@ -340,10 +374,10 @@ class _Windows:
             if begin <= event <= end:
                 self._markers[name] = event  # the last of each name stays
         self.forward = (
-            self._markers[boundaries.FORWARD_START],
-            self._markers[boundaries.FORWARD_END],
+            self._markers[markers.FORWARD_START],
+            self._markers[markers.FORWARD_END],
         )
-        after = live[self._markers[boundaries.BACKWARD_END] : end]
+        after = live[self._markers[markers.BACKWARD_END] : end]
         self.held_bytes = int(live[self.forward[0] - 1])
         self.step_peak = max(0, int(after.max(initial=0)) - self.held_bytes)
 
@@ -360,8 +394,8 @@ class _Windows:
         """What goes to the host between the ends of a layer and of the next one of its kind."""
         if spans.layer is None:
             return 0
-        start = boundaries.layer_forward_start(spans.layer)
-        after = boundaries.layer_forward_start(spans.layer + 1)
+        start = markers.layer_forward_start(spans.layer)
+        after = markers.layer_forward_start(spans.layer + 1)
         return self._window(*spans.forward)[0] - self._window(start, after)[0]
 
     def _window(self, start: str, end: str) -> tuple[int, int]:
