@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
 from tuner.errors import InputError
-from tuner.memory.worker_pool import DryRunError
 from tuner.estimation import EstimateRequest, peak_ranks
+from tuner.memory.worker_pool import DryRunError
 from tuner.validation.conversion import launch_of
 from tuner.validation.launch import Launch, UnmodelledError
 from tuner.validation.published import (
