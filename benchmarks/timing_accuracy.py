@@ -304,9 +304,9 @@ def sweeps(cases: Cases) -> dict[str, Any]:
         points = [ordered[place] for place in places]
         start = replace(shipped_calibration(points[0].gpu), residual_spread=0.07)
         measured = [one.step_time_s for one in points]
-        known = fit(start, predictor(points, start), measured).calibration
+        known = fit(start, sweep_predictor(cases, points), measured).calibration
         rest = [one for one in mine if one not in points]
-        times = np.asarray(predictor(rest, known)(known.rates))
+        times = sweep_predictor(cases, rest)(known.rates)
         real = np.array([one.step_time_s for one in rest])
         best = float(real[times.argmin()] / real.min() - 1.0)
         found[label] = {
@@ -315,6 +315,33 @@ def sweeps(cases: Cases) -> dict[str, Any]:
             "best_above_measured_best": best,
         }
     return found
+
+
+def sweep_predictor(cases: Cases, observations: Sequence[Observation]) -> Callable[..., Any]:
+    """Step times of sweep rows by the layers and the schedule of the framework that ran them."""
+    from tuner.hardware import get_gpu
+    from tuner.timing.topology import Links
+    from tuner.validation.conversion import launch_of
+    from tuner.validation.scaling import ScalingRun
+    from tuner.validation.scaling.timing import step_parts
+
+    launches = [launch_of(cases.rows[one.id]) for one in observations]
+
+    def predict(rates: Any) -> Any:
+        times = []
+        for launch in launches:
+            gpu = get_gpu(launch.gpu)
+            parts = step_parts(
+                ScalingRun(**(launch.framework or {})),
+                gpu=gpu,
+                links=Links.of(gpu, gpus_per_node=launch.gpus_per_node),
+                rates=rates,
+                global_batch_size=launch.global_batch_size,
+            )
+            times.append(sum(parts.values()))
+        return np.array(times)
+
+    return predict
 
 
 def sweep_of(row: Row) -> str:

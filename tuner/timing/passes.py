@@ -115,13 +115,32 @@ def pass_seconds(
         + plan.experts * rates.host_expert_s
         + plan.graphs * rates.graph_launch_s
     )
-    parts["host"] = max(0.0, host - sum(parts.values()))
+    parts["host"] = _waited(host, sum(parts.values()))
     return np.array([parts[name] for name in PARTS])
+
+
+def _waited(host_s: float, device_s: float) -> float:
+    """What a pass takes longer than its device work because the host launches it.
+
+    The slower of the two decides, softly: within a pass the host is ahead of long kernels and
+    behind short ones.
+    """
+    if device_s <= 0.0:
+        return host_s
+    return float(device_s * ((1.0 + (host_s / device_s) ** _SHARPNESS) ** (1 / _SHARPNESS) - 1.0))
+
+
+_SHARPNESS = 4.0
+"""Exponent of the norm that stands for the larger of host and device time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """One collective of a pass; `cover` is the row of the operation that runs beside it, or -1."""
+    """One collective of a pass.
+
+    `cover` is the row of the operation that runs beside it, or -1 where it is waited for; `partner`
+    that of the product whose operand or result it moves, or -1.
+    """
 
     group: str
     size: int
@@ -129,6 +148,7 @@ class _Exchange:
     bytes: float
     part: str
     cover: int
+    partner: int
     repeated: bool
 
 
@@ -237,8 +257,10 @@ def _exchanges(log: KernelLog, repeated: NDArray[np.bool_]) -> Iterator[_Exchang
     large = np.flatnonzero(np.isin(log.kind, _LARGE))
     for row in np.flatnonzero(log.kind == KIND["collective"]).tolist():
         name = GROUPS[log.group[row]]
-        after = large[large > row]
+        before, after = large[large < row], large[large > row]
         beside = bool(log.asynchronous[row]) and len(after)
+        result = not beside and OPERATIONS[log.op[row]] != "all_gather"
+        near = before[-1:] if result else after[:1]
         yield _Exchange(
             group=name,
             size=int(log.group_size[row]),
@@ -246,6 +268,7 @@ def _exchanges(log: KernelLog, repeated: NDArray[np.bool_]) -> Iterator[_Exchang
             bytes=float(log.bytes[row]),
             part=_PART_OF_GROUP.get(name, "tensor"),
             cover=int(after[0]) if beside else -1,
+            partner=int(near[0]) if len(near) else -1,
             repeated=bool(repeated[row]),
         )
 
@@ -267,12 +290,13 @@ def _exposed(
     if exchange.operation == "all_to_all" and exchange.part == "expert":
         size *= _once_per_rank(span, around)
     seconds = float(collectives.seconds(exchange.operation, size, span, links, rates))
-    if exchange.part == "tensor" and around.userbuffers and seconds > rates.link_latency_s:
-        return seconds * (1.0 - rates.userbuffers_hidden)
-    if exchange.cover >= 0:
+    if exchange.part == "tensor" and around.userbuffers and exchange.partner >= 0:
+        hidden = min(seconds * rates.userbuffers_hidden, float(device[exchange.partner]))
+    elif exchange.cover >= 0:
         hidden = min(seconds, float(device[exchange.cover]))
-        return seconds - hidden + rates.contention * hidden
-    return seconds
+    else:
+        return seconds
+    return seconds - hidden + rates.contention * hidden
 
 
 def _once_per_rank(span: Span, around: Surroundings) -> float:

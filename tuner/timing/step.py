@@ -8,7 +8,7 @@ micro-batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,8 +141,10 @@ def step_times(
     for index, (candidate, fact) in enumerate(zip(candidates, facts, strict=True)):
         blocks = candidate.recompute_num_layers if candidate.recompute_method == "block" else None
         try:
-            pipeline = pipeline_of(candidate, fact.microbatches)
             split = split_of(table, candidate)
+            # A layout says how many chunks there are, whatever the candidate does.
+            laid_out = replace(candidate, virtual_pipeline_model_parallel_size=len(split[0]))
+            pipeline = pipeline_of(laid_out, fact.microbatches)
         except (ValueError, UnsupportedError):
             continue
         key = (split, pipeline, blocks, fact.reduces_beside)

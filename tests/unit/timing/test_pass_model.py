@@ -148,7 +148,7 @@ def test_graphs_pay_where_the_host_is_the_slower_one_and_only_there():
     before, after = spent(unit(*small)), spent(unit(*small), graphed)
     assert sum(after.values()) < 0.2 * sum(before.values())
     assert before["host"] > 0
-    assert after["host"] == 0
+    assert after["host"] < 1e-3 * sum(after.values())
     before, after = spent(unit(*large)), spent(unit(*large), graphed)
     assert sum(after.values()) == pytest.approx(sum(before.values()), rel=0.01)
     elsewhere = spent(unit(*small, scope="mlp"), graphed)
