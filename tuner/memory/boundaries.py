@@ -174,10 +174,15 @@ def placeholders_by_unit(model: Any) -> dict[str, dict[str, int]]:
     from tuner.memory.te.state import process
 
     found: dict[str, dict[str, int]] = {}
+    tied = getattr(model, "share_embeddings_and_output_weights", False)
     for name, parameter in model.named_parameters():
         unit = _unit_of(name)
+        if unit == "embedding":  # looked up, and multiplied by the head where weights are tied
+            if not (tied and name.endswith("word_embeddings.weight")):
+                continue
+            unit = "head"
         key = (*parameter.shape, parameter.dtype)
-        if unit != "embedding" and key in process.dummy_gradients:
+        if key in process.dummy_gradients:
             size = parameter.numel() * parameter.element_size()
             found.setdefault(unit, {})[str(key)] = size
     return found
