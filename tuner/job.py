@@ -151,6 +151,11 @@ class Search(_Section):
         "Optuna's.",
     )
     seed: int = Field(0, ge=0, lt=2**32, description="Same seed, same proposals.")
+    race: bool = Field(
+        True,
+        description="A trial stops timing steps as soon as they rule out that it beats the best "
+        "run so far (goal 'throughput').",
+    )
     start: list[dict[str, Any]] = Field(
         default_factory=list,
         description="Flat candidates to try first, e.g. the setting in use today. They must lie in "

@@ -52,6 +52,7 @@ class TrialSpec:
     precision: str = "bf16"  # "bf16" or "fp32"
     memory_limit_bytes: int | None = None
     timeout_s: float = 600.0
+    beat_step_time_s: float | None = None  # a run surely slower than this stops timing steps
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form; `from_json` reads it back."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trainables.failures import describe_exception
 from trainables.processes import die_with_parent, leave
 from tuner.measurement import TrialSpec, write_json_atomically
+from tuner.search.stopping import cannot_beat
 
 if TYPE_CHECKING:
     import torch
@@ -117,6 +118,19 @@ class _Clock:
         self._last = now
 
 
+def _cannot_win(spec: TrialSpec, run: _Run, device: _CpuRank | _CudaRank) -> bool:
+    """Whether the slowest rank's steps rule out the time to beat; one answer on all ranks."""
+    import torch
+
+    if spec.beat_step_time_s is None:
+        return False
+    too_slow = torch.tensor(
+        int(cannot_beat(run.step_times_s, spec.beat_step_time_s)), device=device.tensor_device
+    )
+    torch.distributed.all_reduce(too_slow, op=torch.distributed.ReduceOp.MAX)
+    return bool(too_slow.item())
+
+
 @dataclass(slots=True)
 class _Run:
     """What the steps of one rank left behind."""
@@ -146,6 +160,8 @@ def _train(spec: TrialSpec, plan: BuildPlan, device: _CpuRank | _CudaRank, clock
     measured = 1 if device.is_over_limit() else spec.measure_steps
     for index in range(warmup, warmup + measured):
         _timed_step(step, index, device, run)
+        if _cannot_win(spec, run, device):
+            break
     gc.enable()
     clock.mark("measured steps")
     return run
@@ -175,6 +191,7 @@ class _CpuRank:
         self._spec = spec
         self._tracker: StorageTracker | None = None
         self.use_transformer_engine = False
+        self.tensor_device = "cpu"
         self.notes: dict[str, str] = {"device": "cpu"}
 
     def importing(self) -> AbstractContextManager[None]:
@@ -234,6 +251,7 @@ class _CudaRank:
         self._spec = spec
         self.use_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
         local_rank = int(os.environ["LOCAL_RANK"])
+        self.tensor_device = "cuda"
         self.notes = {"device": torch.cuda.get_device_name(local_rank)}
         if not self.use_transformer_engine:
             self.notes["layers"] = "local: transformer_engine is not installed"

@@ -17,6 +17,7 @@ from ray.tune.search import Searcher
 from tuner.candidate import Candidate
 from tuner.cluster.placement import Placement
 from tuner.cluster.trial_actor import RESULT_KEY
+from tuner.job import Budget
 from tuner.measurement import Outcome, TrialResult, TrialSpec
 from tuner.search.records import Proposal, TrialRecord
 from tuner.search.study import TuningStudy
@@ -36,23 +37,30 @@ class TrialPlan:
 
 
 class StudySearcher(Searcher):
-    """Hands the study's proposals to Ray Tune, within a budget of launches and seconds."""
+    """Hands the study's proposals to Ray Tune, within a budget.
+
+    `trials` counts launches. With `race`, a trial is told the step time to beat.
+    """
 
     def __init__(
         self,
         study: TuningStudy,
         plan: TrialPlan,
+        budget: Budget,
         *,
         trials: int,
-        wall_clock_s: float | None,
+        race: bool,
         on_start: OnStart,
         on_end: OnEnd,
     ) -> None:
         super().__init__(metric="done", mode="max")
         self._study = study
         self._plan = plan
+        self._budget = budget
         self._left = trials
-        self._deadline = None if wall_clock_s is None else time.monotonic() + wall_clock_s
+        self._race = race
+        seconds = budget.wall_clock_s
+        self._deadline = None if seconds is None else time.monotonic() + seconds
         self._on_start, self._on_end = on_start, on_end
         self._running: dict[str, Proposal] = {}
         self.ended_because = "budget spent"
@@ -65,8 +73,9 @@ class StudySearcher(Searcher):
     def suggest(self, trial_id: str) -> Any:
         if self._left <= 0:
             return Searcher.FINISHED
-        if self._deadline is not None and time.monotonic() > self._deadline:
-            self.ended_because = "wall-clock budget spent"
+        spent = self._spent()
+        if spent is not None:
+            self.ended_because = spent
             return Searcher.FINISHED
         proposal = self._study.ask()
         if proposal is None:
@@ -78,13 +87,38 @@ class StudySearcher(Searcher):
         placement = self._plan.placement_of(proposal.candidate)
         return {
             "number": proposal.number,
-            "spec": asdict(self._plan.spec_of(proposal.candidate)),
+            "spec": self._spec(proposal.candidate),
             "trainable": self._plan.trainable,
             "ranks_per_node": list(placement.ranks),
             "bundles": placement.bundles,
             "strategy": placement.strategy,
             "output_dir": self._plan.folder_of(proposal.number),
         }
+
+    def _spent(self) -> str | None:
+        """Why no further trial starts, apart from the number of trials; None where one may."""
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            return "wall-clock budget spent"
+        if self._budget.gpu_hours is not None:
+            used = sum(
+                record.duration_s * self._plan.spec_of(record.candidate).world_size
+                for record in self._study.records()
+            )
+            if used > 3600 * self._budget.gpu_hours:
+                return "GPU-hour budget spent"
+        if self._budget.stop_when_unlikely and self._study.better_is_unlikely():
+            return "a better candidate is unlikely"
+        return None
+
+    def _spec(self, candidate: Candidate) -> dict[str, Any]:
+        spec = self._plan.spec_of(candidate)
+        best = self._study.best() if self._race else None
+        if best is not None and best.measurement is not None:
+            gpu_seconds = (
+                best.measurement.step_time_s * self._plan.spec_of(best.candidate).world_size
+            )
+            spec = replace(spec, beat_step_time_s=gpu_seconds / spec.world_size)
+        return asdict(spec)
 
     def on_trial_complete(
         self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False

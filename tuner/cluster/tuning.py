@@ -128,8 +128,9 @@ def _searcher(
             lambda number: str(directory.trial_path(number).resolve()),
             prepared.job.trainable.name,
         ),
+        budget,
         trials=budget.trials - len(done),
-        wall_clock_s=budget.wall_clock_s,
+        race=prepared.job.search.race,
         on_start=on_start,
         on_end=on_end,
     )

@@ -48,7 +48,7 @@ def open_run(
     Everything wrong with the job is found before the directory is made. Raises InputError.
     """
     from tuner.cluster.prepared import prepare
-    from tuner.job import Budget, find_job, load_job
+    from tuner.job import find_job, load_job
     from tuner.study_dir import create_study_directory, free_path, open_study_directory
 
     if (job_path is None) == (resume is None):
@@ -58,7 +58,7 @@ def open_run(
     base_folder = file.resolve().parent if reopened is None else reopened.job_folder
     job = load_job(file)
     if trials is not None:
-        budget = Budget(trials=trials, wall_clock_s=job.budget.wall_clock_s)
+        budget = job.budget.model_copy(update={"trials": trials})
         job = job.model_copy(update={"budget": budget})
     prepared = prepare(job, where=str(file), base_folder=base_folder)
     if reopened is not None:

@@ -14,6 +14,7 @@ from tuner.search.knowledge import Knowledge, Seen
 from tuner.search.pool import Pool
 from tuner.search.proposer import Choice, Proposer
 from tuner.search.records import TrialRecord
+from tuner.search.stopping import chance_of_improvement
 from tuner.search.table import CandidateTable
 
 
@@ -89,6 +90,13 @@ class Engine:
     @property
     def proposer(self) -> Proposer:
         return self._proposer
+
+    def chance_of_improvement(self, records: Sequence[TrialRecord]) -> float:
+        """The probability that a candidate left is worth a trial (`stopping`)."""
+        if not self._candidates:
+            return 0.0
+        seen, running = self._trials(records)
+        return chance_of_improvement(self._proposer, seen, running)
 
     def refuse(self, candidate: Candidate) -> None:
         """Never propose this candidate (the rules reject it, or it counts as another)."""

@@ -33,6 +33,7 @@ from tuner.search.records import (
 )
 from tuner.search.samplers import NumberedChooser, draws_numbers, make_sampler, numbered
 from tuner.search.space import SearchSpace
+from tuner.search.stopping import UNLIKELY
 from tuner.search.store import TrialStore, open_storage
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 _REPEATS_BEFORE_LISTING = 4  # proposals in a row already seen before unseen ones are listed
 _LISTED_AT_MOST = 20_000  # points of the space looked at when listing
 _ASKS_AT_MOST = 2_000  # proposals in a row none of which can be launched
+_COMPLETED_BEFORE_STOPPING = 3
 _GIB = 2**30
 
 
@@ -210,6 +212,15 @@ class TuningStudy:
     def best(self) -> TrialRecord | None:
         """The feasible trial with the best metric; the earlier one of equals."""
         return best_of(self.records(), self._metric)
+
+    def better_is_unlikely(self) -> bool:
+        """Whether the engine gives a better candidate little chance, after some trials have run."""
+        if self._engine is None or self._store.queued:
+            return False
+        records = self.records()
+        if sum(record.feasible for record in records) < _COMPLETED_BEFORE_STOPPING:
+            return False
+        return self._engine.chance_of_improvement(records) < UNLIKELY
 
     @property
     def engine(self) -> Engine | None:

@@ -128,8 +128,8 @@ def test_what_is_expected_of_a_trial_stands_in_its_record(tmp_path: Path):
 @pytest.mark.parametrize("name", [n for n in sampler_names() if n not in ("residual", "cmaes")])
 def test_optuna_samplers_run_behind_the_checker(tmp_path: Path, name: str):
     study = opened("sqlite://", name)
-    keys = run(study, 9)
-    assert len(keys) == len(set(keys)) == 9
+    keys = run(study, 7)
+    assert len(keys) == len(set(keys)) == 7
     assert set(keys) <= {c.key for c in VALID}
 
 
@@ -143,5 +143,5 @@ def test_numbers_are_offered_to_samplers_that_model_only_numbers(tmp_path: Path)
 
 
 def test_an_unknown_sampler_is_refused_with_the_nearest_name():
-    with pytest.raises(InputError, match="nsga2"):
+    with pytest.raises(InputError, match="nsga"):
         opened("sqlite://", "nsgaii")

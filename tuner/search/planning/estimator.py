@@ -217,13 +217,7 @@ class _Block:
 
     def _pair_index(self) -> Index:
         """The index with one row for each pair of setting and pipeline."""
-        index, rows = self._index, self._example
-        return replace(
-            index,
-            setting=index.setting[rows],
-            pipeline=index.pipeline[rows],
-            problem=index.problem[rows],
-        )
+        return self._index.at(self._example)
 
     def _limits(self) -> Values:
         """Bytes that PyTorch may allocate, `[pair]`."""
