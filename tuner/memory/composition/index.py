@@ -7,7 +7,7 @@ pair (distinct values, integer codes of shape (rows,)).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
@@ -75,6 +75,16 @@ class Index:
 
     def __len__(self) -> int:
         return len(self.setting)
+
+    def at(self, rows: Any) -> Index:
+        """The index of these rows alone."""
+        return replace(
+            self,
+            setting=self.setting[rows],
+            pipeline=self.pipeline[rows],
+            problem=self.problem[rows],
+            expandable=self.expandable[rows],
+        )
 
 
 def index_candidates(
