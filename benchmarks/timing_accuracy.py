@@ -15,7 +15,8 @@ Rows of `benchmarks/data/published_time.jsonl.gz` (or `--data`). Sections of the
 - `llama3_70b_sft`: the published series of Llama-3 70B fine-tuning.
 - `sweeps`: layout sweeps on A100, after calibrating on five points of each.
 
-With `--write` the calibrations fitted to all performance pages are written as package data.
+With `--write` the calibrations fitted to all performance pages are written as package data, with
+`--docs docs/timing.md` the table of held-out errors on that page is renewed.
 """
 
 from __future__ import annotations
@@ -349,10 +350,37 @@ def sweep_of(row: Row) -> str:
     return f"{row['model']}, {row['num_gpus']} GPUs, sequence {row['seq_length']}"
 
 
+TABLE_START, TABLE_END = "<!-- held-out errors: start -->", "<!-- held-out errors: end -->"
+
+
+def write_table(page: Path, accuracies: Mapping[str, Any]) -> None:
+    """Put the held-out errors between the marks of a page."""
+    lines = [
+        "| rows | n | median error | 90th percentile | largest | rank correlation |",
+        "| --- | --- | --- | --- | --- | --- |",
+        _line("all", accuracies),
+    ]
+    for group in ("by_gpu_and_precision", "by_model"):
+        lines += [_line(label, figures) for label, figures in accuracies[group].items()]
+    before, _, rest = page.read_text(encoding="utf-8").partition(TABLE_START)
+    _, _, after = rest.partition(TABLE_END)
+    body = "\n".join(["", "", *lines, "", ""])
+    page.write_text(before + TABLE_START + body + TABLE_END + after, encoding="utf-8")
+
+
+def _line(label: str, figures: Mapping[str, Any]) -> str:
+    errors = [f"{100 * figures[name]:.1f} %" for name in ("median_abs_err", "p90_abs_err")]
+    errors.append(f"{100 * figures['max_abs_err']:.1f} %")
+    correlation = figures.get("rank_correlation")
+    shown = "" if correlation is None else f"{correlation:.2f}"
+    return " | ".join([f"| {label}", str(figures["n"]), *errors, f"{shown} |"])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--write", type=Path, help="folder of the packaged calibrations")
+    parser.add_argument("--docs", type=Path, help="page whose table of held-out errors is renewed")
     parser.add_argument("--section", action="append", choices=SECTIONS)
     options = parser.parse_args(arguments)
     started = time.perf_counter()
@@ -373,6 +401,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         function = SECTIONS[name]
         document[name] = function(cases, known) if name in NEEDS_FIT else function(cases)
     document["seconds"] = round(time.perf_counter() - started, 1)
+    if options.docs and "held_out" in document:
+        write_table(options.docs, document["held_out"])
     print(json.dumps(document, indent=1))
     return 0
 

@@ -31,6 +31,9 @@ _STEP = 1e-3
 _NEAR = 0.1
 """Change of a logarithm over which derivatives are taken to stay the same."""
 
+_UNHEARD = 2e-4
+"""Change of every measurement, by a rate's own spread, below which the rate is left alone."""
+
 _ITERATIONS = 20
 _SETTLED = 1e-3
 _FREEDOM = 4.0
@@ -106,6 +109,7 @@ class _Problem:
         self.precision = np.linalg.inv(prior.covariance[np.ix_(self.free, self.free)])
         self.highest = np.where([name in SHARES for name in NAMES], 0.0, np.inf)
         self._slopes: tuple[Values, Values] | None = None
+        self._silent = np.zeros(len(self.free), dtype=bool)
 
     def predicted(self, position: Values) -> Values:
         values = dict(zip(NAMES, np.exp(position).tolist(), strict=True))
@@ -127,12 +131,18 @@ class _Problem:
         if self._slopes is not None and np.abs(self._slopes[0] - position).max() < _NEAR:
             return self._slopes[1]
         columns = []
-        for index in self.free:
+        for place, index in enumerate(self.free):
+            if self._silent[place]:
+                columns.append(np.zeros_like(here))
+                continue
             aside = position.copy()
             step = -_STEP if position[index] + _STEP > self.highest[index] else _STEP
             aside[index] += step
             columns.append((self.predicted(aside) - here) / step)
         found = np.stack(columns, axis=1)
+        spread = np.sqrt(np.diag(self.prior.covariance))[self.free]
+        if self._slopes is None and len(here):
+            self._silent = np.abs(found).max(axis=0) * spread < _UNHEARD
         self._slopes = position.copy(), found
         return found
 
