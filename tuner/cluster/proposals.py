@@ -8,6 +8,8 @@ from random import Random
 from tuner.candidate import Candidate
 from tuner.cluster.prepared import PreparedJob
 from tuner.errors import EnvironmentLacksError, InputError
+from tuner.models import model_flops_per_step
+from tuner.search.acquisition import Goal
 from tuner.search.engine import Engine, TrialCosts
 from tuner.search.estimates import no_estimates
 from tuner.search.samplers import RESIDUAL
@@ -37,7 +39,30 @@ def engine_of(prepared: PreparedJob) -> Engine | None:
         _log.warning("proposals start without estimates: %s", error)
     limit = job.cluster.memory_limit_gib
     limit_bytes = float("inf") if limit is None else limit * 2**30
-    return Engine(_listed(prepared), no_estimates, limit_bytes=limit_bytes, costs=costs)
+    return Engine(
+        _listed(prepared),
+        no_estimates,
+        limit_bytes=limit_bytes,
+        costs=costs,
+        goal=goal_of(prepared),
+    )
+
+
+def goal_of(prepared: PreparedJob) -> Goal:
+    """What the job searches for, the figure to reach as GPU-seconds of a step."""
+    objective, workload = prepared.job.objective, prepared.job.workload
+    if objective.at_least is None:
+        return Goal(objective.goal)
+    tokens = workload.seq_length * workload.global_batch_size
+    flops = model_flops_per_step(prepared.model, workload.seq_length, workload.global_batch_size)
+    cluster = prepared.job.cluster
+    per_step = {
+        "tflops_per_gpu": flops / 1e12,
+        "tokens_per_s_per_gpu": float(tokens),
+        "tokens_per_dollar": tokens * 3600 / (cluster.price_per_gpu_hour or 1.0),
+        "tokens_per_joule": tokens / (cluster.power_w_per_gpu or 1.0),
+    }
+    return Goal(objective.goal, per_step[objective.maximize] / objective.at_least)
 
 
 def _estimated(prepared: PreparedJob, costs: TrialCosts) -> Engine:
@@ -60,6 +85,7 @@ def _estimated(prepared: PreparedJob, costs: TrialCosts) -> Engine:
         limit_bytes=limit - prepared.requirements.min_free_bytes,
         costs=costs,
         estimates=estimator(candidates),
+        goal=goal_of(prepared),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tuner.candidate import Candidate
 from tuner.measurement import Outcome
+from tuner.search.acquisition import Goal
 from tuner.search.estimates import Estimates, Estimator
 from tuner.search.knowledge import Knowledge, Seen
 from tuner.search.pool import Pool
@@ -42,12 +43,14 @@ class Engine:
         limit_bytes: float,
         costs: TrialCosts,
         estimates: Estimates | None = None,
+        goal: Goal | None = None,
     ) -> None:
         self._candidates = {candidate.key: candidate for candidate in candidates}
         self._estimator = estimator
         self._estimates = estimates
         self._limit_bytes = limit_bytes
         self._costs = costs
+        self._goal = goal
         self._refused: dict[str, None] = {}
         self._rows: dict[int, int] = {}
         self._seen: dict[int, Seen] = {}
@@ -66,7 +69,7 @@ class Engine:
             self._costs.overhead_s,
             self._costs.steps,
         )
-        return Proposer(pool)
+        return Proposer(pool, self._goal)
 
     def propose(self, records: Sequence[TrialRecord]) -> tuple[Candidate, Choice] | None:
         """The next candidate and what is expected of it; None when none is left."""
@@ -86,6 +89,11 @@ class Engine:
     def pool(self) -> Pool:
         """The candidates and their estimates."""
         return self._proposer.pool
+
+    @property
+    def goal(self) -> Goal:
+        """What is searched for."""
+        return self._goal or Goal()
 
     @property
     def proposer(self) -> Proposer:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tuner.search.acquisition import MEMORY, Goal, gains
 from tuner.search.dominance import needs_at_least
 from tuner.search.guide import control_of
 from tuner.search.knowledge import ErrorModels, Knowledge, Seen
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     Rows = NDArray[np.int64]
 
 _CONSIDERED = 1_500  # candidates whose uncertainty is computed for one choice
-_AT_STAKE = 0.3  # log units: what a first run that fits is worth over none
 _CONTROL_WITHIN = 3  # the control without recomputation is among the first so many trials
 _LIKELY = 0.5
 
@@ -33,8 +33,8 @@ _LIKELY = 0.5
 class Choice:
     """A proposed row with what is expected of it.
 
-    `spread` is the standard deviation of the log of its step time, `improvement` the expected
-    relative gain in throughput over the best run so far, not yet weighed by `fit_probability`.
+    `spread` is the standard deviation of the log of its step time, `improvement` the expected gain
+    (`acquisition`), not yet weighed by `fit_probability`.
     """
 
     row: int
@@ -49,8 +49,9 @@ class Choice:
 class Proposer:
     """Chooses rows of a pool."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, goal: Goal | None = None) -> None:
         self.pool = pool
+        self.goal = goal or Goal()
         self._models = ErrorModels.of(pool)
         self._ruled_out: dict[int, tuple[int, ...]] = {}
         self._finished: Knowledge | None = None
@@ -78,7 +79,7 @@ class Proposer:
         rows = self._promising(known, rows)
         time = known.time.means[rows]
         chance = known.fit_probability(rows)
-        gain = _improvement(known, time, known.time.spread(rows), chance)
+        gain = gains(self.goal, known, rows, chance)
         cost = self.pool.trial_cost(rows, time)
         score = gain * chance * (cost.min() / cost)
         best = int(np.lexsort((rows, time, -score))[0])
@@ -122,8 +123,8 @@ class Proposer:
         if len(rows) <= _CONSIDERED:
             return rows
         time, fill = known.time.means[rows], known.memory.means[rows]
-        too_full = np.maximum(fill, 0.0)
-        kept = np.argsort(time + 10 * too_full, kind="stable")[:_CONSIDERED]
+        wanted = fill if self.goal.kind == MEMORY else time
+        kept = np.argsort(wanted + 10 * np.maximum(fill, 0.0), kind="stable")[:_CONSIDERED]
         return np.sort(rows[kept])
 
     def _control(self, known: Knowledge, rows: Rows) -> int | None:
@@ -153,7 +154,7 @@ class Proposer:
             spread=float(spread[0]),
             memory_bytes=float(np.exp(known.memory.means[row]) * self.pool.limit_bytes),
             fit_probability=float(chance[0]),
-            improvement=float(_improvement(known, time, spread, chance)[0]),
+            improvement=float(gains(self.goal, known, rows, chance)[0]),
             reason=reason,
         )
 
@@ -171,24 +172,3 @@ _UNPROVED = (
     "expert_tensor_parallel_size",
     "micro_batch_size",
 )
-
-
-def _improvement(known: Knowledge, time: Vector, spread: Vector, chance: Vector) -> Vector:
-    """Expected relative gain of each row over the best run, were it to fit.
-
-    Before any run fitted there is nothing to improve on: a first success then counts for what is
-    at stake, and the estimates' common error does not matter.
-    """
-    import numpy as np
-    from scipy.special import ndtr
-
-    if known.incumbent is None:
-        likely = time[chance >= _LIKELY]
-        reference = float(likely.min() if len(likely) else time.min()) + _AT_STAKE
-        first: Vector = np.maximum(reference - time, 0.0)
-        return first
-    ahead = known.incumbent - time
-    scaled = ahead / spread
-    density = np.exp(-0.5 * scaled**2) / np.sqrt(2 * np.pi)
-    result: Vector = ahead * ndtr(scaled) + spread * density
-    return result

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
 from tuner.measurement import Measurement, Outcome, TrialResult
+from tuner.search.acquisition import THROUGHPUT
 from tuner.search.engine import Engine, expectation
 from tuner.search.records import (
     DUPLICATE,
@@ -215,7 +216,7 @@ class TuningStudy:
 
     def better_is_unlikely(self) -> bool:
         """Whether the engine gives a better candidate little chance, after some trials have run."""
-        if self._engine is None or self._store.queued:
+        if self._engine is None or self._engine.goal.kind != THROUGHPUT or self._store.queued:
             return False
         records = self.records()
         if sum(record.feasible for record in records) < _COMPLETED_BEFORE_STOPPING:

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 
 from tuner.candidate import Candidate
+from tuner.search.acquisition import Goal, area, area_added
 from tuner.search.estimates import Estimates, no_estimates
 from tuner.search.knowledge import Seen
 from tuner.search.pool import Pool
@@ -59,8 +60,8 @@ def machine(all_candidates, *, link_factor: float = 1.0, memory_factor: float = 
     return Estimates(sum(time.values()), sum(memory.values()), time, memory)
 
 
-def search(truth: Estimates, pool: Pool, trials: int) -> list[Seen]:
-    proposer, seen = Proposer(pool), []
+def search(truth: Estimates, pool: Pool, trials: int, goal: Goal | None = None) -> list[Seen]:
+    proposer, seen = Proposer(pool, goal), []
     for _ in range(trials):
         choice = proposer.choose(seen)
         assert choice is not None
@@ -159,3 +160,41 @@ def test_an_exhausted_pool_has_no_choice():
     pool = pool_of()
     everything = [Seen(row, 1.0, 1.0, True) for row in range(len(pool))]
     assert Proposer(pool).choose(everything) is None
+
+
+def test_the_leanest_candidate_above_a_floor_is_found():
+    pool = pool_of()
+    truth = machine(pool.table.candidates, link_factor=1.5)
+    gpu_seconds = truth.step_time_s * 64
+    floor = float(np.quantile(gpu_seconds, 0.3))
+    leanest = truth.memory_bytes[gpu_seconds <= floor].min()
+    seen = search(truth, pool, 12, Goal("memory", floor))
+    reached = [
+        s.memory_bytes for s in seen if s.fits and s.step_time_s and s.step_time_s * 64 <= floor
+    ]
+    assert min(reached) <= 1.05 * leanest
+
+
+def test_the_trade_off_is_covered_by_few_trials():
+    pool = pool_of()
+    truth = machine(pool.table.candidates, link_factor=1.5)
+    points = np.log(np.stack([truth.step_time_s, truth.memory_bytes], axis=1))
+    corner = (float(points[:, 0].max()), float(np.log(LIMIT)))
+    seen = search(truth, pool, 12, Goal("pareto"))
+    found = np.log([(s.step_time_s, s.memory_bytes) for s in seen if s.fits])
+    assert area(found, corner) >= 0.9 * area(points, corner)
+
+
+def test_the_area_of_two_objectives_is_the_union_of_their_rectangles():
+    points = np.array([[1.0, 3.0], [2.0, 1.0], [2.5, 2.0], [5.0, 0.0]])
+    assert area(points, (4.0, 4.0)) == 3.0 * 1.0 + 2.0 * 2.0
+
+
+def test_the_area_a_point_adds_is_that_with_it_less_that_without_it():
+    generator = np.random.default_rng(1)
+    points, more = generator.random((6, 2)), generator.random((20, 2))
+    corner = (0.9, 0.8)
+    added = area_added(points, more[:, 0], more[:, 1], corner)
+    before = area(points, corner)
+    expected = [area(np.vstack([points, one]), corner) - before for one in more]
+    np.testing.assert_allclose(added, expected, atol=1e-12)

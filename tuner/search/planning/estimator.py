@@ -291,7 +291,7 @@ class _Block:
         chosen = np.flatnonzero(usable)
         if len(chosen):
             times = step_times(
-                [candidates[i] for i in chosen],
+                [candidates[i] for i in chosen.tolist()],
                 [own[i] for i in chosen],
                 [plain[i] for i in chosen],
                 table,
