@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tuner.candidate import Candidate
 from tuner.errors import EnvironmentLacksError, InputError
-from tuner.search.planning.workplace import Workplace, rates_of
+from tuner.search.planning.workplace import Workplace
 
 if TYPE_CHECKING:
     from tuner.cluster.prepared import PreparedJob
@@ -22,6 +23,7 @@ def workplace_of(prepared: PreparedJob, *, where: str = "") -> Workplace:
     cannot be measured.
     """
     from tuner.hardware import get_gpu
+    from tuner.timing.shipped import precision_key, shipped_calibration
 
     job = prepared.job
     cluster, workload = job.cluster, job.workload
@@ -38,7 +40,9 @@ def workplace_of(prepared: PreparedJob, *, where: str = "") -> Workplace:
         )
     else:
         gpu = get_gpu(cluster.gpu)
-        rates = rates_of(gpu, workload.precision)
+        fixed = Candidate.from_flat(prepared.space.fixed)
+        precision = precision_key(fixed, workload.precision)
+        rates = shipped_calibration(gpu.name, precision).rates
     limit = cluster.memory_limit_gib
     return Workplace(
         model=prepared.model,

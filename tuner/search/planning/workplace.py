@@ -14,13 +14,6 @@ from tuner.timing.rates import Rates
 from tuner.timing.topology import Links
 
 
-def rates_of(gpu: Gpu, precision: str) -> Rates:
-    """What is known of a GPU's rates at a precision before a study measures it."""
-    from tuner.timing.calibration import starting_rates
-
-    return starting_rates()
-
-
 @dataclass(frozen=True, slots=True)
 class Workplace:
     """A model on a number of GPUs; `rates` are what the GPUs and links sustain.
