@@ -73,7 +73,7 @@ def step_parts(
         "bubble": (run.stages - 1) * once,
         "pipeline": _transfers(run, links, rates, world) * microbatches,
     }
-    return parts | _data(run, gpu, links, rates, world) | {"step": rates.step_s}
+    return {**parts, **_data(run, gpu, links, rates, world), "step": rates.step_s}
 
 
 def rough_peak_bytes(run: ScalingRun, architecture: str) -> float:
