@@ -194,6 +194,8 @@ def _draw(rng: random.Random, model: ModelSpec) -> dict[str, Any]:
     flat |= _draw_recompute(rng, model)
     flat |= _draw_precision(rng)
     flat |= _draw_offload(rng, model, flat)
+    if rng.random() < 0.15:
+        flat |= {"cuda_graph_impl": "full_iteration", "use_te_rng_tracker": True}
     return flat
 
 

@@ -248,7 +248,13 @@ class Composer:
             starts = range(0, len(layers), count)
             middle = [self._recomputed(layers[start : start + count]) for start in starts]
         before = [self._unit(name) for name in names if name == EMBEDDING]
-        return [*before, *middle, *(self._unit(name) for name in names if name in (MTP, HEAD))]
+        # transformer/multi_token_prediction.py recomputes under the method "uniform" only.
+        after = [
+            self._unit(name, plain=name == MTP and method == "block")
+            for name in names
+            if name in (MTP, HEAD)
+        ]
+        return [*before, *middle, *after]
 
     def _recomputed(self, names: Sequence[str]) -> _Unit:
         """Layers recomputed together: the last one's own, and the others' activations at once."""

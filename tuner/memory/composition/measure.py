@@ -35,6 +35,8 @@ PIPELINE_FIELDS = (
 )
 """Fields that composition accounts for itself: a profile does not depend on them."""
 
+_WHOLE_STEP = "full_iteration"
+
 _PROFILED_FRACTION = 0.01
 """Share of optimizer state on the host while profiling: what stays tells bytes per parameter."""
 
@@ -86,9 +88,11 @@ def check_composable(candidate: Candidate) -> None:
             raise UnsupportedError(
                 f"{meaning} is not composed from profiles", field=name, fix="use a full dry run"
             )
-    if candidate.cuda_graph_impl != "none":
+    if candidate.cuda_graph_impl not in ("none", _WHOLE_STEP):
         raise UnsupportedError(
-            "CUDA graphs are not composed from profiles", field="cuda_graph_impl"
+            "graphs of layers are not composed from profiles",
+            field="cuda_graph_impl",
+            fix="use a full dry run",
         )
 
 
@@ -104,6 +108,8 @@ def profile_task(
     environment = flat.pop("env", {})
     for name in PIPELINE_FIELDS:
         flat.pop(name, None)
+    if candidate.cuda_graph_impl == _WHOLE_STEP:  # holds in its pool what an eager step holds
+        flat.pop("cuda_graph_impl")
     if flat.get("recompute_granularity") == "full":
         flat |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     if flat.get("optimizer_cpu_offload"):

@@ -1,0 +1,87 @@
+"""Composed peaks against full dry runs, on small candidates of many kinds."""
+
+from __future__ import annotations
+
+import pytest
+
+from tuner.candidate import Candidate
+from tuner.memory import dry_run
+from tuner.memory.composition import ProfileSource, stage_memories
+from tuner.models import ModelSpec
+
+WORLD, SEQUENCE = 16, 2048
+LLAMA = {
+    "num_layers": 4,
+    "hidden_size": 1024,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "ffn_hidden_size": 2816,
+    "vocab_size": 16000,
+    "gated_linear_unit": True,
+    "activation_func": "silu",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+EXPERTS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 512, "moe_router_topk": 2}
+SELECTIVE = {"recompute_granularity": "selective"}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
+PP2 = {"pipeline_model_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+HOST = {
+    "optimizer_cpu_offload": True,
+    "use_precision_aware_optimizer": True,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+}
+CASES = {
+    "one stage": ({}, {}),
+    "bf16 gradients": ({}, {"grad_reduce_in_fp32": False, **TP2}),
+    "no distributed optimizer": ({}, {"use_distributed_optimizer": False, **PP2}),
+    "recomputed mlp": ({}, {**PP2, **SELECTIVE, "recompute_modules": ["core_attn", "mlp"]}),
+    "recomputed in twos": ({}, {**PP2, **FULL, "recompute_num_layers": 2}),
+    "interleaved": (
+        {},
+        {**PP2, **TP2, "virtual_pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+    ),
+    "layout": ({}, {**PP2, "pipeline_model_parallel_layout": "Et|tt|t|L"}),
+    "uneven": ({}, {**PP2, "num_layers_in_first_pipeline_stage": 1}),
+    "tied": ({"share_embeddings_and_output_weights": True}, PP2),
+    "windowed": ({"window_size": [511, 0], "window_attn_skip_freq": 2}, PP2),
+    "fp8": ({}, {**PP2, "fp8": "hybrid", "fp8_recipe": "tensorwise"}),
+    "host optimizer": ({}, {**HOST, "optimizer_offload_fraction": 0.5}),
+    "layers offloaded": ({}, {"cpu_offloading": True, "cpu_offloading_num_layers": 2}),
+    "modules offloaded": (
+        {},
+        {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
+    ),
+    "experts": (EXPERTS, {**PP2, "expert_model_parallel_size": 4}),
+    "experts recomputed": (EXPERTS, {**PP2, **SELECTIVE, "recompute_modules": ["moe"]}),
+    "experts sharded otherwise": (
+        {**EXPERTS, "moe_layer_freq": 2, "moe_shared_expert_intermediate_size": 512},
+        {**TP2, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
+    ),
+    "predicting more": ({"mtp_num_layers": 1}, PP2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_composed_peak_is_that_of_a_full_dry_run(name, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("MEGATRON_TUNER_CACHE", str(tmp_path))
+    architecture, config = CASES[name]
+    model = ModelSpec.from_flat({**LLAMA, **architecture})
+    flat = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, **config}
+    candidate = Candidate.from_flat(flat)
+    replicas = WORLD // candidate.model_parallel_size()
+    run = {"world_size": WORLD, "global_batch_size": 4 * replicas}
+    memories = stage_memories(model, candidate, ProfileSource(SEQUENCE), **run)
+    stages = candidate.pipeline_model_parallel_size
+    composed = max(int(memory.peak[0]) for memory in memories)
+    dry = max(
+        dry_run(
+            model, candidate, seq_length=SEQUENCE, rank=stage * (WORLD // stages), **run
+        ).peak_allocated_bytes
+        for stage in range(stages)
+    )
+    assert composed == pytest.approx(dry, rel=0.01)
