@@ -131,6 +131,8 @@ def _print_estimate(answer: Mapping[str, Any], name: str) -> None:
         f"{name}: {verdict}; peak {answer['peak_allocated_bytes'] / _GIB:.2f} GiB allocated, "
         f"{answer['peak_reserved_bytes'] / _GIB:.2f} GiB reserved"
     )
+    if answer.get("step_time_s") is not None:
+        out.print(_time_line(answer))
     table = Table(
         "rank", "stage", "allocated GiB", "reserved GiB", "made of (GiB)", box=None, pad_edge=False
     )
@@ -145,3 +147,17 @@ def _print_estimate(answer: Mapping[str, Any], name: str) -> None:
             ", ".join(shown),
         )
     out.print(table)
+
+
+def _time_line(answer: Mapping[str, Any]) -> str:
+    """Step time with its uncertainty, rates, and the largest parts of the step."""
+    spent = dict(answer["time_breakdown"])
+    spread = spent.pop("uncertainty", None)
+    margin = "" if spread is None else f" \u00b1 {spread:.0%}"
+    parts = sorted(spent.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts if seconds >= 0.005)
+    return (
+        f"step {answer['step_time_s']:.3g} s{margin}, "
+        f"{answer['tokens_per_s_per_gpu']:.4g} tokens/s/GPU, "
+        f"{answer['tflops_per_gpu']:.4g} TFLOP/s/GPU (MFU {answer['mfu']:.0%}): {shown}"
+    )
