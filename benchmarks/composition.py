@@ -106,6 +106,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "mtp_num_layers": 1,
     },
 }
+MODELS["hybrid"] = {
+    **_LLAMA,
+    **_EXPERTS,
+    "hybrid_layer_pattern": "M*-MEM*E",
+    "num_layers": 8,
+    "activation_func": "squared_relu",
+    "gated_linear_unit": False,
+    "mamba_num_heads": 32,
+    "mamba_head_dim": 64,
+    "mamba_state_dim": 128,
+    "mamba_num_groups": 4,
+    "position_embedding_type": "none",
+    "moe_shared_expert_intermediate_size": 2048,
+}
 WORLD_SIZE = 32
 SEQ_LENGTH = 4096
 

@@ -1,7 +1,8 @@
 """Kinds of layer: layers that allocate alike, and a short model that holds a few of each.
 
 A kind is named by what its layers differ in: "dense" or "experts", "windowed" or "linear"
-attention, weights kept in "bf16" under FP8.
+attention, weights kept in "bf16" under FP8. Layers of hybrid models are "mamba", "attention", "mlp"
+or "experts".
 """
 
 from __future__ import annotations
@@ -9,33 +10,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuner.memory.errors import UnsupportedError
 from tuner.models import ModelSpec
+from tuner.models.hybrid import ATTENTION, EXPERTS, MAMBA, MLP
 
 _REPEATS = 2
 _REPEATS_OFFLOADED = 3
 """Layers of each kind in a profile: the first meets other neighbours than the rest, and the last
 keeps on the device what others offload."""
 
+_LETTERS = {MAMBA: "mamba", ATTENTION: "attention", MLP: "mlp", EXPERTS: "experts"}
 _EXPERTS, _WINDOWED, _LINEAR, _BF16 = "experts", "windowed", "linear", "bf16"
 
 
 def layer_kinds(model: ModelSpec, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The kind of every decoder layer; `config` is flat.
-
-    Raises UnsupportedError for hybrid models, whose stacks are not GPT's.
-    """
-    if model.hybrid_pattern is not None:
-        raise UnsupportedError(
-            "hybrid models are not composed from profiles",
-            field="hybrid_layer_pattern",
-            fix="use a full dry run",
-        )
+    """The kind of every decoder layer; `config` is flat."""
     count = model.num_layers
     first, last = _layers_in_bf16(config)
     names = []
     for layer in range(count):
         parts = [_EXPERTS if model.moe_layer_pattern[layer] else "dense"]
+        if model.hybrid_pattern is not None:
+            parts = [_LETTERS[model.hybrid_pattern.decoder[layer]]]
         if model.window_layer_pattern[layer]:
             parts.append(_WINDOWED)
         if model.linear_attention_pattern[layer]:
@@ -61,12 +56,17 @@ def profile_model(
     words = [kind.split() for kind in layers]
     architecture = model.to_flat()
     architecture["num_layers"] = len(layers)
-    if model.num_moe_experts is not None:
+    if model.hybrid_pattern is not None:
+        letters = {name: letter for letter, name in _LETTERS.items()}
+        decoder = "".join(letters[parts[0]] for parts in words)
+        predicted = f"/{model.hybrid_pattern.prediction}" * model.hybrid_pattern.depths
+        architecture["hybrid_layer_pattern"] = decoder + predicted
+    elif model.num_moe_experts is not None:
         architecture["moe_layer_freq"] = [int(_EXPERTS in parts) for parts in words]
     if model.window_size is not None:
-        predicted = model.window_layer_pattern[model.num_layers :]
-        pattern = [_WINDOWED in parts for parts in words] + list(predicted)
-        architecture["window_attn_skip_freq"] = [int(windowed) for windowed in pattern]
+        windowed = [_WINDOWED in parts for parts in words]
+        pattern = [*windowed, *model.window_layer_pattern[model.num_layers :]]
+        architecture["window_attn_skip_freq"] = [int(flag) for flag in pattern]
     if model.experimental_attention_variant is not None:
         architecture["linear_attention_freq"] = [int(_LINEAR in parts) for parts in words]
     changed = dict(config)
