@@ -81,7 +81,8 @@ def trial_ends(study: Path) -> list[tuple[int, float]]:
     ended = [
         (trial.number, trial.datetime_complete.timestamp())
         for trial in stored.trials
-        if trial.user_attrs.get("outcome") == "completed" and trial.datetime_complete is not None
+        if trial.user_attrs.get("result", {}).get("outcome") == "completed"
+        and trial.datetime_complete is not None
     ]
     return sorted(ended, key=lambda pair: pair[1])
 

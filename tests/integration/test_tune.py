@@ -112,6 +112,11 @@ def test_the_best_is_the_best_feasible_trial_and_the_limit_bites(finished):
     assert document["measured"]["trial"] == best["number"]
 
 
+def attributes(trial: optuna.trial.FrozenTrial) -> dict:
+    """What the study knows of a trial: noted when it was proposed, and when it ended."""
+    return {name: value for part in trial.user_attrs.values() for name, value in part.items()}
+
+
 def test_summary_optuna_and_mlflow_hold_the_same_figures(finished):
     study, summary, _ = finished
     stored = {t.number: t for t in optuna_trials(study)}
@@ -122,7 +127,7 @@ def test_summary_optuna_and_mlflow_hold_the_same_figures(finished):
     }
     assert set(runs) == {t["number"] for t in summary["trials"]}
     for trial in summary["trials"]:
-        attrs, run = stored[trial["number"]].user_attrs, runs[trial["number"]]
+        attrs, run = attributes(stored[trial["number"]]), runs[trial["number"]]
         assert attrs["outcome"] == run.data.tags["outcome"] == trial["outcome"]
         assert attrs["candidate"] == trial["config"]
         shown = {k: str(v) for k, v in trial["config"].items() if not isinstance(v, list)}
@@ -139,7 +144,7 @@ def test_rejected_candidates_are_in_the_study_with_their_rule_and_never_ran(fini
     pruned = [t for t in optuna_trials(study) if t.state is optuna.trial.TrialState.PRUNED]
     assert len(pruned) == summary["counts"]["rejected"]
     for trial in pruned:
-        assert trial.user_attrs["rule"] in summary["rejected_by_rule"]
+        assert attributes(trial)["rule"] in summary["rejected_by_rule"]
         assert not (study / "trials" / f"{trial.number:04d}").exists()
 
 
