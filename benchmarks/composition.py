@@ -4,7 +4,7 @@
 
 Draws random valid candidates of small models of many kinds, makes a full dry run of every pipeline
 stage that may hold the peak, and compares the largest with the composed one. Prints one JSON
-summary. `--speed` adds the time to profile a whole search space, and candidates per second.
+summary. `--speed` adds candidates per second over a large space and the time of its profiles.
 """
 
 from __future__ import annotations
@@ -405,7 +405,7 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
         for name in settings_of(record):
             by_setting[name].append(abs(record["error"]))
     errors = [abs(record["error"]) for record in done]
-    skipped = defaultdict(int)
+    skipped: dict[str, int] = defaultdict(int)
     for record in records:
         if "skipped" in record:
             skipped[record["skipped"]] += 1
@@ -426,6 +426,53 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def speed(rows: int = 1_000_000) -> dict[str, Any]:
+    """Candidates per second of one core over a space of Llama-3 70B on 1,024 GPUs."""
+    import numpy as np
+
+    from tuner.constraints.view import UNSET
+    from tuner.memory.composition import compose_index, gather_profiles, index_candidates
+    from tuner.models import get_model
+
+    rng = np.random.default_rng(0)
+    model = get_model("llama3-70b")
+    values: dict[str, list[Any]] = {
+        "tensor_model_parallel_size": [4, 8],
+        "pipeline_model_parallel_size": [1, 2, 4, 8, 16],
+        "virtual_pipeline_model_parallel_size": [UNSET, 5],
+        "context_parallel_size": [1, 2],
+        "micro_batch_size": [1, 2],
+        "recompute_granularity": ["selective", "full"],
+        "recompute_modules": [["core_attn"], ["mlp"]],
+        "recompute_method": ["uniform", "block"],
+        "recompute_num_layers": [1, 2, 4],
+        "env.PYTORCH_CUDA_ALLOC_CONF": [UNSET, "expandable_segments:True"],
+    }
+    columns: dict[str, Any] = {
+        name: (found, rng.integers(0, len(found), rows).astype(np.int32))
+        for name, found in values.items()
+    }
+    columns["sequence_parallel"] = True
+    columns["use_distributed_optimizer"] = True
+    start = time.process_time()
+    index = index_candidates(model, columns, world_size=1024, global_batch_size=1024)
+    indexed = time.process_time() - start
+    began = time.perf_counter()
+    profiles = gather_profiles(model, index, ProfileSource(8192))
+    profiled = time.perf_counter() - began
+    start = time.process_time()
+    found = compose_index(model, index, profiles, world_size=1024)
+    composed = time.process_time() - start
+    return {
+        "rows": rows,
+        "settings": len(index.settings),
+        "pipelines": len(index.pipelines),
+        "composed": int((found.problem < 0).sum()),
+        "profiles_s": profiled,
+        "candidates_per_core_second": rows / (indexed + composed),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--n", type=int, default=300)
@@ -433,6 +480,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=list(MODELS))
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--records", type=Path, help="also write every case, one JSON a line")
+    parser.add_argument("--speed", action="store_true", help="also time a large space")
     args = parser.parse_args()
     records = []
     cases = draw_cases(args.seed, args.n, args.models)
@@ -445,7 +493,10 @@ def main() -> None:
                 with args.records.open("a") as out:
                     out.write(json.dumps(record) + "\n")
     command = " ".join(["python", "benchmarks/composition.py", *sys.argv[1:]])
-    print(json.dumps({"command": command, **summary(records)}, indent=1))
+    answer = {"command": command, **summary(records)}
+    if args.speed:
+        answer["speed"] = speed()
+    print(json.dumps(answer, indent=1))
 
 
 if __name__ == "__main__":

@@ -163,6 +163,9 @@ class Composer:
         weights, gradients, optimizer, share, other = self._static(stage)
         passes = self._passes(stage)
         step = self.table.whole("step_bytes_per_parameter", self.rows) * share
+        # Chunks still hold their last input and its gradient (`Moment`).
+        taking = sum(EMBEDDING not in chunk for chunk in self.pipeline.split[stage])
+        step = step + 2 * taking * self.hidden
         static = weights + gradients + optimizer + other
         dynamic: Bytes = np.maximum(passes, step)
         return StageMemory(
