@@ -89,7 +89,7 @@ def render() -> str:
         for rule in rules:
             if rule.kind == kind:
                 groups.setdefault(rule.check.__module__, []).append(rule)
-        for module, members in groups.items():
+        for module, members in sorted(groups.items()):
             parts.append(_group(module, members))
     parts.append(_exceptions())
     return "\n".join(parts).rstrip() + "\n"

@@ -10,7 +10,6 @@ from tuner.candidate import Candidate
 from tuner.errors import InputError
 from tuner.memory import DryRun, dry_run
 from tuner.memory.composition.kinds import layer_kinds, profile_model
-from tuner.memory.errors import UnsupportedError
 from tuner.models import ModelSpec, count_parameters
 
 _LENGTH = 256
@@ -135,8 +134,3 @@ def test_a_profile_holds_layers_of_linear_and_of_full_attention() -> None:
     architecture, _, layers = profile_model(model, kinds, {})
     assert layers == ("experts",) * 2 + ("experts linear",) * 2
     assert ModelSpec.from_flat(architecture).linear_attention_freq == (0, 0, 1, 1)
-
-
-def test_hybrids_are_not_composed_from_profiles() -> None:
-    with pytest.raises(UnsupportedError, match="hybrid_layer_pattern"):
-        layer_kinds(ModelSpec.from_flat(_HYBRID), {})
