@@ -73,7 +73,7 @@ class ProfileTable:
         self.sharded = np.array([c.use_distributed_optimizer for c in settings])
         self._bucketed = [bool(dict(c.extra).get("overlap_grad_reduce")) for c in settings]
         self._equal_shapes: dict[str, Mapping[str, Any]] = {}
-        self.te_version = str(profiles[0].versions["transformer_engine"]) if profiles else ""
+        self.te_version = profiles[0].versions.get("transformer_engine", "0") if profiles else ""
         self._placeholders: dict[frozenset[str], Bytes] = {}
 
     def unit(self, unit: str, quantity: str, rows: Any, plain: bool = False) -> Bytes:
