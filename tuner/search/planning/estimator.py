@@ -255,6 +255,7 @@ class _Block:
             compute_s=compute[inverse],
             state_bytes=parts[self._pair[rows], 2],
             host_bytes_per_s=self._place.host_bytes_per_s,
+            contention=self._place.rates.contention,
         )
         seconds[rows] = step[inverse] + extra
         spent[rows, :-1] = by_part[inverse]

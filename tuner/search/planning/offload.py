@@ -52,17 +52,20 @@ class Offload:
         compute_s: Values,
         state_bytes: Values,
         host_bytes_per_s: float,
+        contention: float,
     ) -> Values:
         """Seconds of a step that transfers and the host's optimizer add.
 
         `layer_bytes` is saved by a layer for a micro-batch, `layers` a stage has, `compute_s` a
-        stage computes in a step, `state_bytes` is the optimizer state of a rank.
+        stage computes in a step, `state_bytes` is the optimizer state of a rank. A hidden
+        transfer slows down what it runs beside by `contention` of its own time.
         """
         import numpy as np
 
         moved = self.share * layer_bytes * layers / host_bytes_per_s
         forward = _HIDDEN * compute_s / microbatches / 3
         exposed = np.maximum(0.0, moved - forward) + np.maximum(0.0, moved - 2 * forward)
+        exposed = exposed + contention * (2 * moved - exposed)
         parameters = self.fraction * state_bytes / _STATE_BYTES
         result: Values = microbatches * exposed + parameters * _OPTIMIZER_BYTES / host_bytes_per_s
         return result
