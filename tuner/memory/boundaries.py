@@ -148,12 +148,14 @@ def parameters_by_unit(model: Any) -> dict[str, list[int]]:
 
 
 def shapes_by_unit(model: Any) -> dict[str, list[list[int]]]:
-    """For each unit its parameters in order: elements, whether they are flat, of an expert."""
+    """For each unit its parameters in order (`composition.shards.Parameter`)."""
+    vocabulary = ("word_embeddings.weight", "output_layer.weight")
     shapes: dict[str, list[list[int]]] = {}
     for name, parameter in model.named_parameters():
         flat = parameter.dim() == 1 or name.endswith(".bias")
         expert = not getattr(parameter, "allreduce", True)
-        shapes.setdefault(_unit_of(name), []).append([parameter.numel(), int(flat), int(expert)])
+        flags = [int(flat), int(expert), int(name.endswith(vocabulary))]
+        shapes.setdefault(_unit_of(name), []).append([parameter.numel(), *flags])
     return shapes
 
 

@@ -358,6 +358,8 @@ class Composer:
                     self.pipeline.host_fraction,
                     sharded=sharded,
                     bucketed=bucketed and stage == 0,
+                    shared=self.table.model.share_embeddings_and_output_weights
+                    and len(self.pipeline.split) > 1,
                 )
             found.append(known[key])
         return np.array(found, dtype=np.float64)

@@ -123,7 +123,7 @@ def read_profile(
         stays = (held.units.get(name, 0), held.left.get(name, 0), gone)
         units[unit] = windows.unit(spans, stays, parameters.get(name, [0, 0, 0]))
         shared[unit] = dict(placeholders.get(name, {}))
-        shapes[unit] = tuple((s, flat, expert) for s, flat, expert in by_name.get(name, ()))
+        shapes[unit] = _parameters(by_name.get(name, ()))
     if request.config.get("cpu_offloading"):
         units = _without_moves(units, kinds[-1])
     for name, marker in _own_products(trace, kinds):
@@ -153,7 +153,7 @@ def _on_device(
 ) -> float:
     """Parameters whose optimizer state a rank of the dry run holds on its device."""
     names = sorted(shapes, key=_order_of_units)
-    parameters = [(size, flat, expert) for name in names for size, flat, expert in shapes[name]]
+    parameters = [item for name in names for item in _parameters(shapes[name])]
     config = request.config
     return on_device(
         [parameters],
@@ -162,6 +162,10 @@ def _on_device(
         sharded=bool(config.get("use_distributed_optimizer")),
         bucketed=bool(config.get("overlap_grad_reduce")),
     )
+
+
+def _parameters(rows: Sequence[Sequence[int]]) -> tuple[Parameter, ...]:
+    return tuple((size, flat, expert, words) for size, flat, expert, words in rows)
 
 
 def _order_of_units(name: str) -> tuple[int, int]:

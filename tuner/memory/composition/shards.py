@@ -12,8 +12,9 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-Parameter = tuple[int, int, int]
-"""Elements of a parameter, and 1 where it has one dimension, 1 where it is an expert's."""
+Parameter = tuple[int, int, int, int]
+"""Elements of a parameter, and 1 where it has one dimension, where it is an expert's, and where it
+has a row for each word."""
 
 _BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 _PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT = 64, 128
@@ -26,22 +27,26 @@ def on_device(
     *,
     sharded: bool = True,
     bucketed: bool = False,
+    shared: bool = False,
 ) -> int:
     """Elements that the first data-parallel rank updates on the device.
 
     `chunks` holds the parameters of each model chunk in order, `shards` the ranks that share the
     optimizer state of dense and of expert parameters. `bucketed` says whether the first chunk has
-    several gradient buckets.
+    several gradient buckets, `shared` whether weights of words are tied with another rank's, which
+    gives them a bucket of their own.
     """
     kept = 0
     for expert, ranks in enumerate(shards):
         pieces: list[tuple[int, int]] = []
         for number, chunk in enumerate(chunks):
-            mine = [(size, flat) for size, flat, of_expert in chunk if of_expert == expert]
+            mine = [p for p in chunk if p[2] == expert]
             if sharded:
                 bucket = max(_BUCKET, _BUCKET_PER_RANK * ranks)
-                mine = _first_part(mine, ranks, bucket if bucketed and number == 0 else None)
-            pieces += mine
+                bucket = bucket if bucketed and number == 0 else sum(p[0] for p in mine) * 2 + 1
+                pieces += _first_part(mine, ranks, bucket, shared)
+            else:
+                pieces += [(size, flat) for size, flat, _, _ in mine]
         kept += _kept([size for size, flat in sorted(pieces, key=lambda p: p[1])], fraction)
     return kept
 
@@ -57,19 +62,24 @@ def _kept(sizes: Sequence[int], fraction: float) -> int:
 
 
 def _first_part(
-    parameters: Sequence[tuple[int, int]], ranks: int, bucket: int | None
+    parameters: Sequence[Parameter], ranks: int, bucket: int, shared: bool
 ) -> list[tuple[int, int]]:
     """The first rank's part of a buffer: its parameters lie there in reverse order."""
     places, ends, start = [], [0], 0
-    for size, flat in reversed(parameters):
+    alignment = math.lcm(ranks, _BUCKET_ALIGNMENT)
+    for size, flat, _, words in reversed(parameters):
         start = _padded(start, _PARAMETER_ALIGNMENT)
+        apart = shared and words
+        if apart and start > ends[-1]:
+            start = _padded(start, alignment)
+            ends.append(start)
         places.append((start, start + size, flat))
         start += size
-        if bucket is not None and start - ends[-1] >= bucket:
-            start = _padded(start, math.lcm(ranks, _BUCKET_ALIGNMENT))
+        if apart or start - ends[-1] >= bucket:
+            start = _padded(start, alignment)
             ends.append(start)
     if start > ends[-1]:
-        ends.append(_padded(start, math.lcm(ranks, _BUCKET_ALIGNMENT)))
+        ends.append(_padded(start, alignment))
     pieces = []
     for begin, end in pairwise(ends):
         last = begin + (end - begin) // ranks
