@@ -128,6 +128,9 @@ def read_profile(
         units = _without_moves(units, kinds[-1])
     for name, marker in _own_products(trace, kinds):
         shared.setdefault(name, {})[marker] = held.workspace
+    for name, size in held.workspaces.items():
+        unit = kinds[int(name.removeprefix("layer "))] if name.startswith("layer ") else name
+        shared.setdefault(unit, {})[TRANSFORMER_ENGINE_WORKSPACE] = size
     dense, expert = (sum(counts[i] for counts in parameters.values()) for i in (0, 1))
     shares = dense / shards[0] + expert / shards[1]
     if request.config.get("optimizer_cpu_offload"):
@@ -263,9 +266,10 @@ class _Held:
     """What is alive before the passes of a micro-batch begin, in bytes.
 
     `categories` holds weights, gradients and optimizer state, `workspace` is the size of one of
-    PyTorch's workspaces for matrix products, `units` what each unit keeps besides (made in one of
-    its passes), `left` what each frees in its next pass, `chunk` what each model chunk keeps, and
-    `rest` everything else but placeholder gradients.
+    PyTorch's workspaces for matrix products, `workspaces` what units have of Transformer Engine's
+    beyond the first one (for grouped products), `units` what each unit keeps besides (made in one
+    of its passes), `left` what each frees in its next pass, `chunk` what each model chunk keeps,
+    and `rest` everything else but placeholder gradients.
     """
 
     def __init__(
@@ -280,6 +284,8 @@ class _Held:
         self.workspace = 0
         self.units: dict[str, int] = {}
         self.left: dict[str, int] = {}
+        self.workspaces: dict[str, int] = {}
+        self.rest_has_workspace = False
         self.chunk = self.rest = 0
         weights = set(own)
         ends = {int(trace.block[i]): i for i in np.flatnonzero(trace.bytes < 0).tolist()}
@@ -302,7 +308,12 @@ class _Held:
                 continue
             elif module.split(".")[0] in _CHUNK_MODULES:
                 self.chunk += size
-            elif unit is not None and module != TRANSFORMER_ENGINE_WORKSPACE:
+            elif module == TRANSFORMER_ENGINE_WORKSPACE and unit and self.rest_has_workspace:
+                self.workspaces[unit] = self.workspaces.get(unit, 0) + size
+            elif module == TRANSFORMER_ENGINE_WORKSPACE:
+                self.rest_has_workspace = True
+                self.rest += size
+            elif unit is not None:
                 self.units[unit] = self.units.get(unit, 0) + size
             elif trace.phase_names[trace.phase[index]] == _OPTIMIZER_PHASE:
                 self.categories[OPTIMIZER_STATE] += size  # until its next step, such as gradients
