@@ -330,6 +330,12 @@ def _slot(pipeline: Pipeline, table: list[tuple[int, int]], slot: int) -> _Slot:
 
 def _parts(stages: int, chunks: dict[int, int]) -> tuple[tuple[slice, slice], ...]:
     """Slices of neighbouring stages with the same chunk, and of their rows `(chunk, stage)`."""
+    return _parts_of(stages, tuple(chunks.items()))
+
+
+@lru_cache(maxsize=1 << 14)
+def _parts_of(stages: int, items: tuple[tuple[int, int], ...]) -> tuple[tuple[slice, slice], ...]:
+    chunks = dict(items)  # a schedule repeats itself: so do these
     found = []
     for chunk in sorted(set(chunks.values())):
         for at in runs(tuple(s for s in sorted(chunks) if chunks[s] == chunk), 1):

@@ -139,7 +139,6 @@ def step_times(
     groups: dict[Any, list[int]] = {}
     facts = [Facts.of(c, table.machine.world_size, global_batch_size) for c in candidates]
     for index, (candidate, fact) in enumerate(zip(candidates, facts, strict=True)):
-        blocks = candidate.recompute_num_layers if candidate.recompute_method == "block" else None
         try:
             split = split_of(table, candidate)
             # A layout says how many chunks there are, whatever the candidate does.
@@ -147,11 +146,12 @@ def step_times(
             pipeline = pipeline_of(laid_out, fact.microbatches)
         except (ValueError, UnsupportedError):
             continue
-        key = (split, pipeline, blocks, fact.reduces_beside)
+        key = (split, pipeline, fact.reduces_beside)
         groups.setdefault(key, []).append(index)
     total = np.full(len(candidates), np.inf)
     parts = np.zeros((len(candidates), len(BREAKDOWN)))
-    for (split, pipeline, blocks, _), indices in groups.items():
+    # The plan of a schedule is kept for the next group: equal ones come one after another.
+    for (split, pipeline, _), indices in sorted(groups.items(), key=lambda item: repr(item[0][1])):
         group = _Group(
             table,
             split,
@@ -160,6 +160,7 @@ def step_times(
             np.array([rows[i] for i in indices]),
             np.array([plain_rows[i] for i in indices]),
         )
+        blocks = [_blocks(candidates[i]) for i in indices]
         total[indices], parts[indices] = group.times(blocks)
     return StepTimes(total, parts)
 
@@ -175,8 +176,12 @@ def step_detail(
     pipeline = pipeline_of(candidate, facts.microbatches)
     rows = np.array([row]), np.array([plain_row])
     group = _Group(table, split_of(table, candidate), pipeline, [facts], *rows)
-    blocks = candidate.recompute_num_layers if candidate.recompute_method == "block" else None
-    return pipeline, group.detail(blocks)
+    return pipeline, group.detail([_blocks(candidate)])
+
+
+def _blocks(candidate: Candidate) -> int | None:
+    """The first layers of a chunk that are recomputed, where not all or none are."""
+    return candidate.recompute_num_layers if candidate.recompute_method == "block" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +219,7 @@ class _Group:
         self.machine, self.rates = table.machine, table.machine.rates
         self.rows, self.plain_rows = rows, plain_rows
 
-    def times(self, blocks: int | None) -> tuple[Seconds, Seconds]:
+    def times(self, blocks: Sequence[int | None]) -> tuple[Seconds, Seconds]:
         """Seconds of each candidate's step, and by `BREAKDOWN`."""
         detail = self.detail(blocks)
         both, pipeline_s = detail.forward + detail.backward, detail.times.pipeline_s
@@ -222,16 +227,17 @@ class _Group:
         step = (detail.end.step_s + crowded) * self.rates.imbalance + self.rates.step_s
         return step, self._breakdown(both, pipeline_s, detail.end, detail.optimizer, step)
 
-    def detail(self, blocks: int | None) -> StepDetail:
+    def detail(self, blocks: Sequence[int | None]) -> StepDetail:
         """What the steps are made of."""
         counts = self.table.counts(self.split)
         forward_of, backward_of, parameters_of, whole = self.table.arrays(self.rows)
         forward = np.einsum("svu,cup->csvp", counts, forward_of)
         backward = np.einsum("svu,cup->csvp", counts, backward_of)
-        if blocks is not None:
-            _, plain_of, _, _ = self.table.arrays(self.plain_rows)
-            kept = self._kept(counts, blocks)
-            backward += np.einsum("svu,cup->csvp", kept, plain_of - backward_of)
+        for count in {count for count in blocks if count is not None}:
+            some = np.flatnonzero([own == count for own in blocks])
+            _, plain_of, _, _ = self.table.arrays(self.plain_rows[some])
+            kept = self._kept(counts, count)
+            backward[some] += np.einsum("svu,cup->csvp", kept, plain_of - backward_of[some])
         held = np.einsum("svu,cuk->csvk", counts, parameters_of)
         traffic = self._traffic(held)
         self._share_weights(forward, backward, traffic)
