@@ -285,12 +285,25 @@ def _lead(pipeline: Pipeline) -> int:
 
 
 @lru_cache(maxsize=64)
-def _plan(pipeline: Pipeline) -> tuple[tuple[_Slot, ...], int, tuple[int, int]]:
-    table = pipeline.table()
+def _plan(pipeline: Pipeline) -> tuple[_Slots, int, tuple[int, int]]:
     slots = _lead(pipeline) + pipeline.passes
     full = pipeline.microbatches // pipeline.group * pipeline.group * pipeline.chunks
-    plan = tuple(_slot(pipeline, table, slot) for slot in range(slots))
+    plan = _Slots(pipeline, pipeline.table())
     return plan, slots, (_lead(pipeline), min(full, pipeline.passes - 1))
+
+
+class _Slots:
+    """The slots of a schedule, each planned when it is first asked for: the steady ones between
+    the first periods and the end never are."""
+
+    def __init__(self, pipeline: Pipeline, table: list[tuple[int, int]]) -> None:
+        self._pipeline, self._table = pipeline, table
+        self._made: dict[int, _Slot] = {}
+
+    def __getitem__(self, slot: int) -> _Slot:
+        if slot not in self._made:
+            self._made[slot] = _slot(self._pipeline, self._table, slot)
+        return self._made[slot]
 
 
 def _slot(pipeline: Pipeline, table: list[tuple[int, int]], slot: int) -> _Slot:
