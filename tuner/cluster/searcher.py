@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ray.tune.search import Searcher
+from ray.tune.search import ConcurrencyLimiter, Searcher, SearchGenerator
 
 from tuner.candidate import Candidate
 from tuner.cluster.placement import Placement
@@ -34,6 +34,21 @@ class TrialPlan:
     placement_of: Callable[[Candidate], Placement]
     folder_of: Callable[[int], str]
     trainable: str
+
+
+class StudySearch(SearchGenerator):
+    """A searcher as Tune drives it, without files of Tune's own.
+
+    Tune copies the searcher's state files in a background thread while it replaces them; the copy
+    fails when it meets a temporary one. The study's storage makes those files superfluous.
+    """
+
+    def __init__(self, searcher: Searcher, max_concurrent: int | None) -> None:
+        limited = ConcurrencyLimiter(searcher, max_concurrent) if max_concurrent else searcher
+        super().__init__(limited)
+
+    def save_to_dir(self, dirpath: str, session_str: str = "", **kwargs: Any) -> None:
+        """Nothing to save."""
 
 
 class StudySearcher(Searcher):

@@ -139,6 +139,7 @@ def _searcher(
 def _fit(searcher: StudySearcher, prepared: PreparedJob, directory: StudyDirectory) -> None:
     from ray import tune
 
+    from tuner.cluster.searcher import StudySearch
     from tuner.cluster.trial_actor import TrialActor
 
     job = prepared.job
@@ -150,9 +151,8 @@ def _fit(searcher: StudySearcher, prepared: PreparedJob, directory: StudyDirecto
     tuner = tune.Tuner(
         tune.with_resources(TrialActor, resources),
         tune_config=tune.TuneConfig(
-            search_alg=searcher,
+            search_alg=StudySearch(searcher, concurrent),
             num_samples=job.budget.trials,
-            max_concurrent_trials=concurrent,
             reuse_actors=True,
         ),
         run_config=tune.RunConfig(
