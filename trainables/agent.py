@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainables.failures import RankFailure, describe_exception
+from trainables.failures import RankFailure, describe_exception, signal_text
 from trainables.processes import AGENT_PID_VARIABLE, die_with_standard_input, leave
 from tuner.measurement import write_json_atomically
 
@@ -43,7 +43,7 @@ class AgentTask:
 
 def run_ranks(task: AgentTask) -> list[RankFailure]:
     """Start the ranks, wait for all, and return how those that failed did."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -65,7 +65,16 @@ def run_ranks(task: AgentTask) -> list[RankFailure]:
         elastic_launch(config, sys.executable)("-m", task.module, *task.arguments)
     except ChildFailedError as error:
         return [_rank_failure(rank, failure) for rank, failure in error.failures.items()]
+    except SignalException as error:
+        return [RankFailure(0, f"launcher: {signal_text(int(error.sigval))}", time.time(), 1)]
     return []
+
+
+def write_failures(task: AgentTask, failures: list[RankFailure]) -> None:
+    """Leave the node's failures where `trainables.launch` looks for them."""
+    write_json_atomically(
+        Path(task.output_dir) / FAILURES_FILE, [failure.to_json() for failure in failures]
+    )
 
 
 def _rank_failure(rank: int, failure: Any) -> RankFailure:  # ProcessFailure
@@ -89,9 +98,7 @@ def main() -> int:
         failures = [RankFailure(0, f"launcher: {describe_exception(error)}", time.time(), 1)]
     if not failures:
         return 0
-    write_json_atomically(
-        Path(task.output_dir) / FAILURES_FILE, [failure.to_json() for failure in failures]
-    )
+    write_failures(task, failures)
     return 1
 
 

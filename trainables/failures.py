@@ -7,6 +7,8 @@ connection, a process the launcher stopped).
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,6 +28,52 @@ _OUT_OF_MEMORY_SIGNS = (
 )
 """Lower-case fragments of allocation failures of CUDA, NCCL, cuBLAS, PyTorch's CPU allocator, C++
 and Python."""
+
+_DISK_SIGNS = (
+    "no space left on device",
+    "disk quota exceeded",
+    "file too large",
+    "errno 28",
+    "errno 122",
+)
+"""Lower-case texts of ENOSPC, EDQUOT and EFBIG."""
+
+_COMMUNICATION_SIGNS = (
+    "ncclsystemerror",
+    "ncclinternalerror",
+    "ncclremoteerror",
+    "ncclunhandledcudaerror",
+    "nccl error",
+    "nccl warn",
+    "nccl communicator was aborted",
+    "collective operation timeout",
+    "watchdog",
+    "distbackenderror",
+    "distnetworkerror",
+    "diststoreerror",
+    "rendezvous",
+    "timed out waiting",
+    "timed out after",
+    "connectfullmesh failed",
+    "connection refused",
+    "address already in use",
+    "nvshmem",
+    "gloo/transport",
+)
+"""Lower-case fragments of failed or stalled communication: NCCL, Gloo, c10d, NVSHMEM."""
+
+_SIGNAL = re.compile(r"signal \d+ \((sig\w+)\)|ended by (sig\w+)", re.IGNORECASE)
+_REACHES_ALL = ("SIGTERM", "SIGINT", "SIGABRT")
+"""Signals a launcher sends to the ranks left over, and the one of a rank that ends itself."""
+
+_SIGNAL_OUTCOMES = {
+    "SIGKILL": Outcome.KILLED,
+    "SIGSEGV": Outcome.SEGFAULT,
+    "SIGBUS": Outcome.SEGFAULT,
+    "SIGILL": Outcome.SEGFAULT,
+    "SIGFPE": Outcome.SEGFAULT,
+    "SIGTERM": Outcome.PREEMPTED,
+}
 
 _CONSEQUENCE_SIGNS = (
     "connection closed by peer",
@@ -78,26 +126,74 @@ def is_out_of_memory(message: str) -> bool:
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
     """The failure that explains the others.
 
-    Memory that ran out explains whatever else happened; otherwise the earliest error that is not
-    itself the loss of a peer or a stop signal from the launcher.
+    Memory that ran out explains whatever else happened; then a process that a signal killed, which
+    its peers may notice before the launcher does; otherwise the earliest error that is not itself
+    the loss of a peer or a stop signal from the launcher.
     """
     ordered = sorted(failures, key=lambda failure: (failure.time_s, failure.rank))
     if not ordered:
         raise ValueError("no failures to explain")
-    for failure in ordered:
-        if failure.is_out_of_memory:
-            return failure
-    for failure in ordered:
-        if not _is_consequence(failure):
-            return failure
+    for is_root in (_ran_out, _was_killed, lambda failure: not _is_consequence(failure)):
+        found = next(filter(is_root, ordered), None)
+        if found is not None:
+            return found
     return ordered[0]
 
 
 def outcome_of(failures: Iterable[RankFailure]) -> tuple[Outcome, str]:
     """The outcome and one-line reason of a trial whose ranks failed."""
     cause = root_cause(failures)
-    outcome = Outcome.OOM if cause.is_out_of_memory else Outcome.CRASHED
-    return outcome, f"rank {cause.rank}: {cause.message}"[:_REASON_LENGTH]
+    return kind_of_failure(cause.message), f"rank {cause.rank}: {cause.message}"[:_REASON_LENGTH]
+
+
+def kind_of_failure(message: str) -> Outcome:
+    """What an error message, or a signal's name in it, says went wrong."""
+    if is_out_of_memory(message):
+        return Outcome.OOM
+    lowered = message.lower()
+    if any(sign in lowered for sign in _DISK_SIGNS):
+        return Outcome.DISK_FULL
+    name = signal_name(message)
+    if name in _SIGNAL_OUTCOMES:
+        return _SIGNAL_OUTCOMES[name]
+    signs = (*_COMMUNICATION_SIGNS, *_CONSEQUENCE_SIGNS)
+    if any(sign in lowered for sign in signs):
+        return Outcome.COMMUNICATION
+    return Outcome.CRASHED
+
+
+def signal_name(message: str) -> str | None:
+    """The signal that ended a process, as the launcher words it; None where there is none."""
+    found = _SIGNAL.search(message)
+    return None if found is None else (found[1] or found[2]).upper()
+
+
+def signal_text(number: int) -> str:
+    """A process's end by a signal, as `signal_name` reads it."""
+    return f"Signal {number} ({signal.Signals(number).name}) received"
+
+
+def memory_evidence(message: str, *, expandable: bool) -> dict[str, Any]:
+    """Requested, free and unused reserved bytes of an allocator's message, and what they mean.
+
+    `kind` is that of `tuner diagnose`: "oom_fragmentation" where unused reserved memory would have
+    sufficed and segments were not expandable. Empty where the message is none of the allocator's.
+    """
+    from tuner.diagnose.memory import OUT_OF_MEMORY, kind_of, read_numbers
+
+    if not OUT_OF_MEMORY.search(message):
+        return {}
+    numbers = read_numbers(message)
+    kind, _, why = kind_of(numbers, expandable=expandable)
+    return {"kind": kind, "why": why, **numbers.to_json()}
+
+
+def _ran_out(failure: RankFailure) -> bool:
+    return failure.is_out_of_memory
+
+
+def _was_killed(failure: RankFailure) -> bool:
+    return signal_name(failure.message) not in (None, *_REACHES_ALL)
 
 
 def _is_consequence(failure: RankFailure) -> bool:

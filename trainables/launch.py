@@ -9,17 +9,23 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trainables.agent import FAILURES_FILE, AgentTask
-from trainables.failures import RankFailure, outcome_of
-from trainables.processes import stop_family
+from trainables.evidence import AGENT_LOG_FILE, failed_result, last_lines
+from trainables.failures import RankFailure
+from trainables.processes import stop_family, stop_marked
+from trainables.progress import Watch
+from trainables.stacks import describe_hang
 from tuner.measurement import Outcome, TrialResult, TrialSpec, write_json_atomically
+
+if TYPE_CHECKING:
+    from trainables.warm import Template, WarmLauncher
 
 SPEC_FILE = "spec.json"
 RESULT_FILE = "result.json"
-AGENT_LOG_FILE = "agent.log"
 
 _POLL_S = 0.05
 
@@ -34,16 +40,20 @@ def run_trial(
     master_port: int | None = None,
     module: str = "trainables.megatron_core",
     cancel: threading.Event | None = None,
+    processes_per_node: int | None = None,
+    template: Template | None = None,
+    devices: str | None = None,
 ) -> TrialResult:
     """Run `spec` with one process per rank and return how it ended.
 
     `module` is run once per rank as `python -m module --spec FILE --output DIR`. With several
     nodes, call this on each with the same spec, address and port; each starts
-    `world_size / nnodes` ranks. `output_dir` receives the spec, logs, error files and
-    `result.json`.
+    `world_size / nnodes` ranks, or `processes_per_node` processes that start the ranks themselves.
+    `output_dir` receives the spec, logs, error files and `result.json`. `template` starts the ranks
+    warm where it can; `devices` is their CUDA_VISIBLE_DEVICES where they may not have all.
 
-    A failure of the trial is an outcome, not an exception: out of memory, crash, timeout
-    (`spec.timeout_s`, counted from here), divergence, and, when `cancel` is set, interruption.
+    A failure of the trial is an outcome, not an exception (see `Outcome`): among them timeout
+    (`spec.timeout_s`, counted from here) and, when `cancel` is set, interruption.
     KeyboardInterrupt is passed on once all processes are gone. Should this process be killed, the
     trial's processes die with it. Raises ValueError for a world size the nodes cannot share, and
     OSError when `output_dir` cannot be written.
@@ -62,15 +72,15 @@ def run_trial(
         module=module,
         arguments=["--spec", str(output_dir / SPEC_FILE), "--output", str(output_dir)],
         output_dir=str(output_dir),
-        ranks_per_node=spec.world_size // nnodes,
+        ranks_per_node=processes_per_node or spec.world_size // nnodes,
         node_rank=node_rank,
         nnodes=nnodes,
         master_addr=master_addr,
         port=master_port or 0,
     )
-    deadline = started + spec.timeout_s
+    environment = rank_environment(spec, nnodes, devices)
     try:
-        stopped = _run_agent(task, _rank_environment(spec, nnodes), deadline, cancel)
+        stopped = _run(task, spec, environment, cancel, template)
     except BaseException:
         _write_result(TrialResult(Outcome.INTERRUPTED, "stopped from outside"), output_dir, started)
         raise
@@ -78,38 +88,96 @@ def run_trial(
     return _write_result(result, output_dir, started)
 
 
-def _run_agent(
-    task: AgentTask, environment: Mapping[str, str], deadline: float, cancel: threading.Event | None
-) -> Outcome | None:
-    """Run the agent to its end. Returns why it was stopped, or None if it ended by itself."""
-    with (Path(task.output_dir) / AGENT_LOG_FILE).open("wb") as log:
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "trainables.agent", task.to_argument()],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    """Why a launcher was stopped from here."""
+
+    outcome: Outcome
+    reason: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
+class _PlainLauncher:
+    """A launcher started as a program of its own, as `WarmLauncher` is one forked."""
+
+    def __init__(self, task: AgentTask, environment: Mapping[str, str], log: Path) -> None:
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "trainables.agent", task.to_argument()],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    def ended(self, wait_s: float) -> bool | None:
+        """Wait at most this long: None while it runs, else whether it ended in order."""
         try:
-            while True:
-                try:
-                    agent.wait(timeout=_POLL_S)
-                    return None
-                except subprocess.TimeoutExpired:
-                    pass
-                if cancel is not None and cancel.is_set():
-                    return Outcome.INTERRUPTED
-                if time.monotonic() > deadline:
-                    return Outcome.TIMEOUT
-        finally:
-            stop_family(agent.pid)
-            agent.wait()
-            if agent.stdin is not None:
-                agent.stdin.close()
+            return self._process.wait(timeout=wait_s) >= 0
+        except subprocess.TimeoutExpired:
+            return None
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
 
-def _rank_environment(spec: TrialSpec, nnodes: int) -> dict[str, str]:
+def _launcher(
+    task: AgentTask, environment: Mapping[str, str], template: Template | None
+) -> _PlainLauncher | WarmLauncher:
+    log = Path(task.output_dir) / AGENT_LOG_FILE
+    warm = None if template is None else template.launch(task, environment, log)
+    return warm or _PlainLauncher(task, environment, log)
+
+
+def _follow(
+    launcher: _PlainLauncher | WarmLauncher,
+    spec: TrialSpec,
+    watch: Watch | None,
+    deadline: float,
+    cancel: threading.Event | None,
+) -> _Stop | None:
+    """Wait for the launcher's end. Why it has to be stopped, or how it vanished; else None."""
+    while True:
+        ended = launcher.ended(_POLL_S)
+        if ended is not None:
+            return None if ended else _Stop(Outcome.KILLED, "the launcher was killed")
+        if cancel is not None and cancel.is_set():
+            return _Stop(Outcome.INTERRUPTED, "cancelled")
+        if time.monotonic() > deadline:
+            return _Stop(Outcome.TIMEOUT, f"not finished after timeout_s={spec.timeout_s:g}")
+        stalled = None if watch is None else watch.stalled()
+        if watch is not None and stalled is not None:
+            evidence = describe_hang(launcher.pid, watch.path.parent)
+            return _Stop(Outcome.HUNG, stalled, evidence)
+
+
+def _run(
+    task: AgentTask,
+    spec: TrialSpec,
+    environment: Mapping[str, str],
+    cancel: threading.Event | None,
+    template: Template | None,
+) -> _Stop | None:
+    """Run the launcher to its end, or stop it; no process of the trial is left afterwards."""
+    deadline = time.monotonic() + spec.timeout_s
+    watch = None
+    if spec.hang_after_s is not None:
+        watch = Watch.start(Path(task.output_dir), task.node_rank, spec.hang_after_s)
+    launcher = _launcher(task, environment, template)
+    try:
+        return _follow(launcher, spec, watch, deadline, cancel)
+    finally:
+        stop_family(launcher.pid)
+        launcher.close()
+        stop_marked(launcher.pid)
+
+
+def rank_environment(spec: TrialSpec, nnodes: int, devices: str | None = None) -> dict[str, str]:
     """This process's environment with what ranks need; the candidate's `env` wins."""
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -123,6 +191,8 @@ def _rank_environment(spec: TrialSpec, nnodes: int) -> dict[str, str]:
         # Orders communication kernels before the computation they overlap with
         # (tensor_parallel/layers.py warns without it).
         environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        if devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = devices
     else:
         environment["CUDA_VISIBLE_DEVICES"] = ""
         if nnodes == 1 and sys.platform == "linux":
@@ -132,21 +202,21 @@ def _rank_environment(spec: TrialSpec, nnodes: int) -> dict[str, str]:
     return environment
 
 
-def _ending(stopped: Outcome | None, spec: TrialSpec, output_dir: Path) -> TrialResult:
-    if stopped is Outcome.INTERRUPTED:
-        return TrialResult(stopped, "cancelled")
-    if stopped is Outcome.TIMEOUT:
-        return TrialResult(stopped, f"not finished after timeout_s={spec.timeout_s:g}")
-    failures = output_dir / FAILURES_FILE
-    if failures.exists():
-        entries = json.loads(failures.read_text())
-        outcome, reason = outcome_of([RankFailure.from_json(entry) for entry in entries])
-        return TrialResult(outcome, reason)
-    result = output_dir / RESULT_FILE
-    if result.exists():
-        return TrialResult.from_json(json.loads(result.read_text()))
+def _ending(stopped: _Stop | None, spec: TrialSpec, output_dir: Path) -> TrialResult:
+    failures_file, result_file = output_dir / FAILURES_FILE, output_dir / RESULT_FILE
+    if failures_file.exists():
+        entries = json.loads(failures_file.read_text())
+        failures = [RankFailure.from_json(entry) for entry in entries]
+        return failed_result(failures, output_dir, spec.config.get("env") or {})
+    if stopped is not None:
+        evidence = {**stopped.evidence, "log": last_lines(output_dir)}
+        return TrialResult(stopped.outcome, stopped.reason, evidence=evidence)
+    if result_file.exists():
+        return TrialResult.from_json(json.loads(result_file.read_text()))
     return TrialResult(
-        Outcome.CRASHED, f"the launcher ended without a result; see {output_dir / AGENT_LOG_FILE}"
+        Outcome.CRASHED,
+        f"the launcher ended without a result; see {output_dir / AGENT_LOG_FILE}",
+        evidence={"log": last_lines(output_dir)},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ def die_with_parent() -> None:
     """
     if sys.platform != "linux":
         return
+    # A hung rank is asked for its stacks before it is killed.
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     expected = os.environ.get(AGENT_PID_VARIABLE)
     if expected is not None and os.getppid() != int(expected):
@@ -74,3 +77,33 @@ def stop_family(pid: int) -> None:
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(family[1:], timeout=_STOP_WAIT_S)
+
+
+def stop_marked(agent_pid: int, *, spare: int | None = None) -> None:
+    """Kill every process that was started for the trial of an agent, wherever it hangs now.
+
+    A command's own launcher may be killed and leave its ranks to the init process, where
+    parentage says nothing; the environment they inherited still does (`AGENT_PID_VARIABLE`).
+    """
+    import psutil
+
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid == spare or process.environ().get(AGENT_PID_VARIABLE) != str(agent_pid):
+                continue
+            process.kill()
+        except psutil.Error:
+            continue
+        found.append(process)
+    psutil.wait_procs(found, timeout=_STOP_WAIT_S)
+
+
+def tell_when_parent_ends(number: int) -> None:
+    """Have the kernel send this process signal `number` when its parent ends (Linux only)."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    expected = os.environ.get(AGENT_PID_VARIABLE)
+    if expected is not None and os.getppid() != int(expected):
+        os.kill(os.getpid(), number)

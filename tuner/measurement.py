@@ -22,9 +22,16 @@ class Outcome(str, enum.Enum):
 
     COMPLETED = "completed"
     OOM = "oom"  # out of device memory; on the CPU device: peak above `memory_limit_bytes`
-    CRASHED = "crashed"  # a rank raised or died
+    CRASHED = "crashed"  # a rank raised, or ended without a result
     TIMEOUT = "timeout"  # longer than `timeout_s`
     DIVERGED = "diverged"  # a loss was not finite
+    HUNG = "hung"  # no step, and no phase of the start, for `hang_after_s`
+    KILLED = "killed"  # a process was killed by a signal that nobody here sent
+    SEGFAULT = "segfault"  # a process broke memory protection (SIGSEGV, SIGBUS, ...)
+    COMMUNICATION = "communication"  # a collective failed or timed out, a peer could not be met
+    NODE_LOST = "node_lost"  # a node, or the tuner's process on it, went away
+    PREEMPTED = "preempted"  # a process was asked to end (SIGTERM)
+    DISK_FULL = "disk_full"  # no space left, or a quota or file size reached
     INTERRUPTED = "interrupted"  # the tuner was stopped while the trial ran
 
     def __str__(self) -> str:
@@ -53,6 +60,8 @@ class TrialSpec:
     memory_limit_bytes: int | None = None
     timeout_s: float = 600.0
     beat_step_time_s: float | None = None  # a run surely slower than this stops timing steps
+    hang_after_s: float | None = None  # without a step for this long a run counts as hung
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the trainable, e.g. the recipe
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form; `from_json` reads it back."""
@@ -65,12 +74,16 @@ class TrialSpec:
 
 @dataclass(frozen=True, slots=True)
 class RankMeasurement:
-    """What one rank saw. Bytes are peaks over the measured steps and the ones before them."""
+    """What one rank saw. Bytes are peaks over the measured steps and the ones before them.
+
+    `peak_device_bytes` is what the whole device held, other processes and libraries included.
+    """
 
     rank: int
     step_time_s: float
     peak_memory_allocated_bytes: int
     peak_memory_reserved_bytes: int | None = None
+    peak_device_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +125,16 @@ class TrialResult:
     """The one outcome of a trial: its reason in a sentence, and its figures where it has any.
 
     An OOM on the CPU device still carries its measurement (the peak is what broke the limit).
-    `duration_s` is wall time from launch to the end of the last process.
+    `duration_s` is wall time from launch to the end of the last process. `evidence` is a small JSON
+    document on what happened: last log lines, failed ranks, figures of an allocator's message,
+    nodes, earlier attempts.
     """
 
     outcome: Outcome
     reason: str = ""
     measurement: Measurement | None = None
     duration_s: float = 0.0
+    evidence: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -126,6 +142,7 @@ class TrialResult:
             "reason": self.reason,
             "measurement": None if self.measurement is None else self.measurement.to_json(),
             "duration_s": self.duration_s,
+            **({"evidence": dict(self.evidence)} if self.evidence else {}),
         }
 
     @classmethod
@@ -136,6 +153,7 @@ class TrialResult:
             reason=data.get("reason", ""),
             measurement=None if measurement is None else Measurement.from_json(measurement),
             duration_s=data.get("duration_s", 0.0),
+            evidence=data.get("evidence", {}),
         )
 
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainables.failures import describe_exception
+from trainables.error_file import recording_errors
 from trainables.processes import die_with_parent, leave
+from trainables.progress import write_progress
 from tuner.measurement import TrialSpec, write_json_atomically
 from tuner.search.stopping import cannot_beat
 
@@ -41,37 +42,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="directory for result.json")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    _recording_errors(run_rank)(arguments.spec, arguments.output)
+    recording_errors(run_rank)(arguments.spec, arguments.output)
     leave(0)
-
-
-def _recording_errors(function: Any) -> Any:
-    """`function` that leaves a torch error file when it raises.
-
-    Unlike torch's own handler it notes the time to more than a second, to tell the first failing
-    rank from those that lost it as a peer.
-    """
-    from torch.distributed.elastic.multiprocessing.errors import record
-    from torch.distributed.elastic.multiprocessing.errors.error_handler import ErrorHandler
-
-    class PreciseErrorHandler(ErrorHandler):
-        def record_exception(self, e: BaseException) -> None:
-            super().record_exception(e)
-            path = self._get_error_file_path()
-            if not path:
-                return
-            document = json.loads(Path(path).read_text())
-            document["message"]["message"] = describe_exception(e)
-            document["message"]["extraInfo"]["time_s"] = time.time()
-            Path(path).write_text(json.dumps(document))
-
-    return record(function, PreciseErrorHandler())
 
 
 def run_rank(spec_file: Path, output_dir: Path) -> None:
     """Run one rank's share of the trial described in `spec_file`."""
     spec = TrialSpec.from_json(json.loads(spec_file.read_text()))
-    clock = _Clock()
+    clock = _Clock(output_dir)
     device = _CpuRank(spec) if spec.device == "cpu" else _CudaRank(spec)
     with device.importing():
         import megatron.core.models.gpt
@@ -103,11 +81,18 @@ def run_rank(spec_file: Path, output_dir: Path) -> None:
 
 
 class _Clock:
-    """Seconds spent in each phase since the process was started."""
+    """Seconds spent in each phase since the process was started.
 
-    def __init__(self) -> None:
+    The first rank of a node shows the launcher that it gets on, by phase and by step.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
         import psutil
 
+        self._output_dir = output_dir
+        self._steps = 0
+        self._shows = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._show("started")
         started = time.time() - psutil.Process().create_time()
         self.phases_s: dict[str, float] = {"interpreter and torch": round(started, 3)}
         self._last = time.perf_counter()
@@ -116,6 +101,16 @@ class _Clock:
         now = time.perf_counter()
         self.phases_s[phase] = round(now - self._last, 3)
         self._last = now
+        self._show(phase)
+
+    def step_done(self) -> None:
+        self._steps += 1
+        self._show("step")
+
+    def _show(self, phase: str) -> None:
+        if self._shows:
+            node_rank = int(os.environ.get("GROUP_RANK", "0"))
+            write_progress(self._output_dir, node_rank, phase, self._steps)
 
 
 def _cannot_win(spec: TrialSpec, run: _Run, device: _CpuRank | _CudaRank) -> bool:
@@ -154,12 +149,14 @@ def _train(spec: TrialSpec, plan: BuildPlan, device: _CpuRank | _CudaRank, clock
         step = TrainingStep(plan, state)
         for index in range(warmup):
             _timed_step(step, index, device, run)
+            clock.step_done()
     clock.mark("warm-up steps")
     run.step_times_s.clear()
     # An exceeded limit decides the trial; one timed step is kept for the record.
     measured = 1 if device.is_over_limit() else spec.measure_steps
     for index in range(warmup, warmup + measured):
         _timed_step(step, index, device, run)
+        clock.step_done()
         if _cannot_win(spec, run, device):
             break
     gc.enable()
