@@ -16,20 +16,30 @@ class Trainable:
     """A program that runs trials.
 
     `rank_module` is started once per rank as `python -m rank_module --spec FILE --output DIR`; it
-    reads a `TrialSpec` and rank 0 writes the `TrialResult`.
+    reads a `TrialSpec` and rank 0 writes the `TrialResult`. `frontend` says whose rules decide
+    whether a candidate may run: those of `mcore`, `bridge` or `megatron-lm`.
     """
 
     name: str
     rank_module: str
+    frontend: str = "mcore"
 
     def run_trial(self, spec: TrialSpec, output_dir: Path, **placement: Any) -> TrialResult:
         """Run one trial; arguments and result are those of `trainables.launch.run_trial`."""
         from trainables.launch import run_trial
 
-        return run_trial(spec, output_dir, module=self.rank_module, **placement)
+        # A command that starts the ranks of a node itself is run once per node.
+        processes = 1 if spec.options.get("per") == "node" else None
+        return run_trial(
+            spec, output_dir, module=self.rank_module, processes_per_node=processes, **placement
+        )
 
 
-_TRAINABLES = (Trainable("megatron_core", "trainables.megatron_core"),)
+_TRAINABLES = (
+    Trainable("megatron_core", "trainables.megatron_core"),
+    Trainable("megatron_bridge", "trainables.megatron_bridge", frontend="bridge"),
+    Trainable("command", "trainables.command"),
+)
 
 
 def names() -> tuple[str, ...]:

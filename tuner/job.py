@@ -10,10 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tuner.errors import InputError, nearest_name
 from tuner.files import read_yaml_mapping
+from tuner.job_trainables import Bridge, Command
 from tuner.search.space import SearchSpace, parse_space
 
 Positive = Annotated[int, Field(ge=1, le=10**9)]
@@ -179,6 +180,24 @@ class Trainable(_Section):
         description="Trials side by side at most; unset: as many as the cluster's resources allow "
         "(with device 'cpu': 1, since trials would share cores).",
     )
+    bridge: Bridge | None = Field(None, description="What 'megatron_bridge' runs.")
+    command: Command | None = Field(None, description="What 'command' runs.")
+
+    @model_validator(mode="after")
+    def _sections_fit_the_name(self) -> Trainable:
+        sections = {"megatron_bridge": self.bridge, "command": self.command}
+        if self.name in sections and sections[self.name] is None:
+            section = "bridge" if self.name == "megatron_bridge" else "command"
+            raise ValueError(f"trainable '{self.name}' needs the section `{section}`")
+        for name, section_value in sections.items():
+            if name != self.name and section_value is not None:
+                raise ValueError(f"this section is read by trainable '{name}' only")
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """What the chosen trainable is told besides the trial itself."""
+        section = self.bridge or self.command
+        return {} if section is None else section.options()
 
 
 class Tracking(_Section):

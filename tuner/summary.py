@@ -49,6 +49,7 @@ def summarize(
         },
         "rejected_by_rule": dict(sorted(rejected.items(), key=lambda item: -item[1])),
         "best": None if best is None else best.number,
+        "best_run": None if best is None else _run(best),
         "pareto": [record.number for record in pareto_front(records, metric)],
         "trials": [_trial(record) for record in records],
         "versions": versions(),
@@ -56,7 +57,13 @@ def summarize(
 
 
 def best_document(
-    record: TrialRecord, *, model: Any, spec: dict[str, Any], metric: str, trial_dir: Path
+    record: TrialRecord,
+    *,
+    model: Any,
+    spec: dict[str, Any],
+    metric: str,
+    trial_dir: Path,
+    trainable: str = "megatron_core",
 ) -> dict[str, Any]:
     """`best.yaml`: the candidate as `tuner check` and `tuner run` take it, and its figures."""
     assert record.measurement is not None
@@ -67,6 +74,8 @@ def best_document(
         "global_batch_size": spec["global_batch_size"],
         "precision": spec["precision"],
         "device": spec["device"],
+        **({} if trainable == "megatron_core" else {"trainable": trainable}),
+        **({"options": dict(spec["options"])} if spec["options"] else {}),
         "config": record.candidate.to_flat(),
         "run": {
             name: spec[name]
@@ -80,7 +89,7 @@ def best_document(
         "versions": {**versions(), **dict(record.measurement.versions)},
         "launch": [
             "tuner run best.yaml",
-            f"torchrun --nproc-per-node {spec['world_size']} -m trainables.megatron_core "
+            f"torchrun --nproc-per-node {spec['world_size']} -m trainables.{trainable} "
             f"--spec trials/{trial_dir.name}/spec.json --output rerun",
         ],
     }
@@ -97,6 +106,13 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _run(record: TrialRecord) -> dict[str, Any]:
+    """The series of one run: loss and seconds by step, peak and seconds by rank."""
+    assert record.measurement is not None
+    whole = record.measurement.to_json()
+    return {name: whole[name] for name in ("losses", "step_times_s", "ranks")}
+
+
 def _trial(record: TrialRecord) -> dict[str, Any]:
     measured = record.measurement
     return {
@@ -105,5 +121,6 @@ def _trial(record: TrialRecord) -> dict[str, Any]:
         "outcome": record.outcome,
         "reason": record.reason,
         "duration_s": record.duration_s,
+        "expected": None if record.expected is None else dict(record.expected),
         "measured": None if measured is None else measured_figures(measured),
     }

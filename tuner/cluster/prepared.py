@@ -68,6 +68,7 @@ class PreparedJob:
             precision=workload.precision,
             memory_limit_bytes=None if limit is None else int(limit * _GIB),
             timeout_s=trainable.timeout_s,
+            options=trainable.options(),
         )
 
     def placement_of(self, candidate: Candidate) -> Placement:
@@ -110,6 +111,7 @@ def prepare(job: Job, *, where: str, base_folder: Path) -> PreparedJob:
         },
         world_size=job.cluster.world_size,
         mcore=mcore,
+        frontend=trainables.get(job.trainable.name).frontend,
     )
     job = _with_plain_start(job, space, mcore, where, base_folder)
     prepared = PreparedJob(job, model, space, checker)

@@ -282,6 +282,7 @@ def write_best(directory: StudyDirectory, prepared: PreparedJob, best: TrialReco
         spec=asdict(prepared.spec_of(best.candidate)),
         metric=prepared.job.objective.measured_figure,
         trial_dir=directory.trial_path(best.number),
+        trainable=prepared.job.trainable.name,
     )
     temporary = Path(f"{directory.best_path}.part")
     temporary.write_text(yaml.safe_dump(document, sort_keys=False))

@@ -64,6 +64,9 @@ def spec_of(document: Mapping[str, Any], *, where: str, base_folder: Path) -> Tr
         raise error.at(where, "model") from None
     except ValueError as error:
         raise InputError(str(error), where=where, field="model") from None
+    options = document.get("options") or {}
+    if not isinstance(options, Mapping):
+        raise InputError("is not a mapping", where=where, field="options")
     run = document.get("run") or {}
     if not isinstance(run, Mapping):
         raise InputError("is not a mapping", where=where, field="run")
@@ -82,5 +85,6 @@ def spec_of(document: Mapping[str, Any], *, where: str, base_folder: Path) -> Tr
         global_batch_size=document["global_batch_size"],
         precision=str(document.get("precision", "bf16")),
         device=str(document.get("device", "cuda")),
+        options=dict(options),
         **{key: run[key] for key in _RUN_KEYS if key in run},
     )
