@@ -21,6 +21,7 @@ from tuner.memory.markers import (
     FORWARD_END,
     FORWARD_START,
     HEAD_BACKWARD_END,
+    LAYERS_FORWARD_END,
     MTP_BACKWARD_END,
     MTP_FORWARD_END,
     OWN_PRODUCT,
@@ -66,9 +67,7 @@ def boundaries_marked(recorder: Recorder, model: Any) -> Iterator[None]:
     if getattr(model, "mtp_process", False):
         model.mtp.register_forward_hook(_after_mtp(recorder))
         after_layers = MTP_BACKWARD_END
-    _final_norm(model.decoder).register_forward_pre_hook(
-        lambda module, args: (_Boundary.apply(args[0], recorder, after_layers), *args[1:])
-    )
+    _final_norm(model.decoder).register_forward_pre_hook(_after_layers(recorder, after_layers))
     _mark_products(recorder)
     with replaced(
         schedules,
@@ -98,6 +97,14 @@ def _mark_products(recorder: Recorder) -> None:
 def _final_norm(decoder: Any) -> Any:
     """The norm after the last layer; hybrid models name it otherwise (ssm/mamba_block.py)."""
     return getattr(decoder, "final_layernorm", None) or decoder.final_norm
+
+
+def _after_layers(recorder: Recorder, end: str) -> Any:
+    def hook(module: Any, args: Any) -> Any:
+        recorder.mark(LAYERS_FORWARD_END)
+        return (_Boundary.apply(args[0], recorder, end), *args[1:])
+
+    return hook
 
 
 def _after_mtp(recorder: Recorder) -> Any:

@@ -7,6 +7,9 @@ FORWARD_END = "forward end"
 BACKWARD_START = "backward start"
 BACKWARD_END = "backward end"
 HEAD_BACKWARD_END = "head backward end"
+LAYERS_FORWARD_END = "layers forward end"
+"""After a recomputed last layer this is later than the end of the layer itself."""
+
 OWN_PRODUCT = {False: "own product forward", True: "own product backward"}
 """PyTorch itself multiplies matrices, on the thread of forward or of backward passes."""
 

@@ -18,6 +18,8 @@ from tuner.memory.request import DryRunRequest
 from tuner.memory.trace import Trace
 
 _LIMIT_S = 1800.0  # a dry run that takes longer will not end
+_STEERING = ("NVTE_", "CUBLAS_", "NCCL_", "PYTORCH_", "CUDA_DEVICE_MAX_CONNECTIONS")
+"""Variables that steer a training run: a dry run takes them from its request alone."""
 
 
 class DryRunError(RuntimeError):
@@ -28,8 +30,8 @@ class _Worker:
     """One worker process; serves one request at a time."""
 
     def __init__(self, request: DryRunRequest, mcore: Path | None) -> None:
-        environment = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
-        environment["PYTHONHASHSEED"] = "0"
+        environment = {n: v for n, v in os.environ.items() if not n.startswith(_STEERING)}
+        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         if mcore is not None:
             paths = [str(mcore), environment.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -62,6 +62,30 @@ CASES = {
         {**EXPERTS, "moe_layer_freq": 2, "moe_shared_expert_intermediate_size": 512},
         {**TP2, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1},
     ),
+    "experts recomputed and interleaved": (
+        EXPERTS,
+        {
+            **PP2,
+            **SELECTIVE,
+            "recompute_modules": ["moe"],
+            "virtual_pipeline_model_parallel_size": 2,
+        },
+    ),
+    "dropout recomputed": (
+        {"hidden_dropout": 0.1},
+        {**PP2, **FULL, "recompute_num_layers": 1, "virtual_pipeline_model_parallel_size": 2},
+    ),
+    "a stack that ignores full recompute": (
+        {
+            "hybrid_layer_pattern": "M-M-",
+            "mamba_num_heads": 16,
+            "mamba_head_dim": 64,
+            "mamba_state_dim": 64,
+            "mamba_num_groups": 4,
+            "position_embedding_type": "none",
+        },
+        {**FULL, "recompute_num_layers": 2},
+    ),
     "predicting more": ({"mtp_num_layers": 1}, PP2),
 }
 

@@ -86,3 +86,9 @@ def test_distributed_saved_activations_keep_a_part_of_each_input() -> None:
 def test_a_recomputed_mlp_with_bias_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="add_bias_linear never ends"):
         selective("plain", "mlp")
+
+
+def test_variables_around_the_process_do_not_steer_it(monkeypatch) -> None:
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
+    fresh = run("dense", attention_backend="unfused", te_version="2.7.0")
+    assert kept(fresh) == kept(run("dense", attention_backend="unfused"))

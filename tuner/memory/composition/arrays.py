@@ -7,7 +7,7 @@ are sums over its units, and the peak of a stage is the largest over the moments
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,11 @@ class ProfileTable:
 
         self.model, self.world_size = model, world_size
         self._profiles = profiles
-        self._units = {False: _unit_arrays(profiles), True: _unit_arrays(plain)}
+        self._units = {
+            "last": _unit_arrays([p.units for p in profiles]),
+            "first": _unit_arrays([p.first or p.units for p in profiles]),
+            "plain": _unit_arrays([None if p is None else p.units for p in plain]),
+        }
         self._whole = {
             name: np.array([getattr(p, name) for p in profiles], dtype=np.float64)
             for name in _WHOLE
@@ -76,8 +80,10 @@ class ProfileTable:
         self.te_version = profiles[0].versions.get("transformer_engine", "0") if profiles else ""
         self._placeholders: dict[frozenset[str], Bytes] = {}
 
-    def unit(self, unit: str, quantity: str, rows: Any, plain: bool = False) -> Bytes:
-        return self._units[plain][unit, quantity][rows]
+    def unit(self, unit: str, quantity: str, rows: Any, of: str = "last") -> Bytes:
+        """A quantity of a unit for the last or the first micro-batch of a step, or without
+        recompute (`of` is "last", "first" or "plain")."""
+        return self._units[of][unit, quantity][rows]
 
     def whole(self, name: str, rows: Any) -> Bytes:
         return self._whole[name][rows]
@@ -100,13 +106,15 @@ class ProfileTable:
         return self._placeholders[units][rows]
 
 
-def _unit_arrays(profiles: Sequence[StepProfile | None]) -> dict[tuple[str, str], Bytes]:
+def _unit_arrays(
+    profiles: Sequence[Mapping[str, UnitProfile] | None],
+) -> dict[tuple[str, str], Bytes]:
     import numpy as np
 
-    units = {unit for profile in profiles if profile is not None for unit in profile.units}
+    units = {unit for profile in profiles if profile is not None for unit in profile}
     arrays = {}
     for unit in units:
-        values = [None if p is None else p.units.get(unit) for p in profiles]
+        values = [None if p is None else p.get(unit) for p in profiles]
         for quantity in _QUANTITIES:
             arrays[unit, quantity] = np.array(
                 [np.nan if v is None else getattr(v, quantity) for v in values], dtype=np.float64
@@ -184,16 +192,22 @@ class Composer:
 
         chunks = self.pipeline.split[stage]
         parts = [self._chunk(units) for units in chunks]
-        found = moments(self.pipeline.shape, stage)
-        counts = np.array([(*m.in_flight, m.buffers) for m in found], dtype=np.float64)
-        held = counts @ np.stack([*(part.retained for part in parts), self.hidden])
-        left = sum(part.left for part in parts)
+        with_left = any(part.left.any() for part in parts)
+        found = moments(self.pipeline.shape, stage, with_left)
+        counts = np.array([(*m.in_flight, m.buffers, *m.left) for m in found], dtype=np.float64)
+        sizes = [*(part.retained for part in parts), self.hidden]
+        if with_left:
+            sizes += [part.left for part in parts]
+        held = counts @ np.stack(sizes)
         for row, moment in enumerate(found):
             part = parts[moment.chunk]
             if moment.forward:
-                held[row] += part.forward_peak + left
+                held[row] += part.forward_peak
+                if with_left and not moment.left[moment.chunk]:
+                    held[row] += part.left  # not there to be freed, as it was when measured
             elif moment.forward is not None:
-                held[row] += part.backward_peak + (left if len(parts) > 1 else left - part.left)
+                again = with_left and moment.left[moment.chunk]
+                held[row] += part.backward_again if again else part.backward_peak
         result: Bytes = held.max(axis=0)
         return result
 
@@ -217,12 +231,14 @@ class Composer:
         gives = HEAD not in names
         passed = int(takes) - int(gives and self.pipeline.shape.freed)
         retained = change + left + self.hidden * passed
-        backward, change = zero, zero
+        backward, again, change, freed = zero, zero, zero, zero
         for number, unit in reversed(list(enumerate(units))):
             change = change + back.get(number, zero)
+            freed = freed + unit.left  # by the replay of the unit
             backward = np.maximum(backward, change + unit.backward_peak)
+            again = np.maximum(again, change + unit.backward_peak - freed)
             change = change + unit.backward_change
-        return _ChunkBytes(retained, forward, backward, left)
+        return _ChunkBytes(retained, forward, backward, again, left)
 
     def _moves(self, names: Chunk) -> tuple[dict[int, Bytes], dict[int, Bytes]]:
         """Bytes that leave for the host after units, and come back before them, by unit."""
@@ -260,16 +276,32 @@ class Composer:
         return [*before, *middle, *after]
 
     def _recomputed(self, names: Sequence[str]) -> _Unit:
-        """Layers recomputed together: the last one's own, and the others' activations at once."""
+        """Layers recomputed together: the last one's own, and the others' activations at once.
+
+        Where a stack ignores full recompute (Mamba's up to Megatron-Core 0.17), one after another.
+        """
+        import numpy as np
+
         own = self._unit(names[-1])
+        if len(names) == 1:
+            return own
         others = [self._unit(name, plain=True) for name in names[:-1]]
         backward = own.backward_peak
         for unit in others:
             backward = backward + unit.forward_change
-        return _Unit(own.forward_change, own.forward_peak, own.backward_change, backward, own.left)
+        masks = sum(self.table.unit(name, "grouped", self.rows) for name in names[:-1])
+        grouped = replace(own, forward_peak=own.forward_peak + masks, backward_peak=backward)
+        ignored = own.forward_change == self._unit(names[-1], plain=True).forward_change
+        if not ignored.any():
+            return grouped
+        apart = _in_a_row([*others, own])
+        return _Unit(
+            *(np.where(ignored, getattr(apart, name), getattr(grouped, name)) for name in _PER_PASS)
+        )
 
     def _unit(self, name: str, plain: bool = False) -> _Unit:
-        return _Unit(*(self.table.unit(name, quantity, self.rows, plain) for quantity in _PER_PASS))
+        of = "plain" if plain else "first" if self.pipeline.shape.microbatches == 1 else "last"
+        return _Unit(*(self.table.unit(name, quantity, self.rows, of) for quantity in _PER_PASS))
 
     def _static(self, stage: int) -> tuple[Bytes, Bytes, Bytes, Bytes, Bytes]:
         """Weights, gradients, optimizer state, share of parameters, and what else stays."""
@@ -379,14 +411,33 @@ class _Unit:
     left: Bytes
 
 
+def _in_a_row(units: Sequence[_Unit]) -> _Unit:
+    """Units that run one after another, as one."""
+    import numpy as np
+
+    zero = np.zeros_like(units[0].left)
+    forward, forward_change = zero, zero
+    for unit in units:
+        forward = np.maximum(forward, forward_change + unit.forward_peak)
+        forward_change = forward_change + unit.forward_change
+    backward, backward_change = zero, zero
+    for unit in reversed(units):
+        backward = np.maximum(backward, backward_change + unit.backward_peak)
+        backward_change = backward_change + unit.backward_change
+    left = sum((unit.left for unit in units), zero)
+    return _Unit(forward_change, forward, backward_change, backward, left)
+
+
 @dataclass(frozen=True, slots=True)
 class _ChunkBytes:
     """One model chunk: kept for each micro-batch in flight, most added by a running pass, and left
-    by a backward pass for the next forward pass to free."""
+    by a backward pass for the next forward pass, or replay, to free. `backward_again` is the most
+    that a backward pass adds which follows another one."""
 
     retained: Bytes
     forward_peak: Bytes
     backward_peak: Bytes
+    backward_again: Bytes
     left: Bytes
 
 

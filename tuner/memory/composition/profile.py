@@ -46,6 +46,7 @@ class UnitProfile:
     forward pass, which is measured with them there: a layer of experts that was recomputed holds
     its input and its gradient through its routing probabilities (moe/token_dispatcher.py).
     `offloaded` of the bytes that a forward pass leaves go to the host where the layer is offloaded.
+    `grouped` bytes are freed when the layers end that are recomputed with it: masks of dropout.
     """
 
     forward_change: int
@@ -55,6 +56,7 @@ class UnitProfile:
     kept: int
     left: int
     offloaded: int
+    grouped: int
     dense_parameters: int
     expert_parameters: int
     weight_bytes: int
@@ -71,10 +73,13 @@ class StepProfile:
     parameters for gradients, and of its share of them for the optimizer's state and for what its
     step adds while it runs. `fragmentation` is what PyTorch's allocator reserves beyond the peak,
     as a share of the bytes that passes hold then, with fixed and with expandable segments.
-    `shapes` lists the parameters of each unit.
+    `shapes` lists the parameters of each unit. `first` are the units as the first micro-batch of a
+    step finds them, where that differs: it renews cached copies of weights, and some of them are
+    gone until their next use.
     """
 
     units: Mapping[str, UnitProfile]
+    first: Mapping[str, UnitProfile]
     hidden_bytes: int
     placeholders: Mapping[str, Mapping[str, int]]
     chunk_bytes: int
@@ -92,9 +97,12 @@ class StepProfile:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepProfile:
-        units = {name: UnitProfile(**unit) for name, unit in data["units"].items()}
+        units, first = (
+            {name: UnitProfile(**unit) for name, unit in data[key].items()}
+            for key in ("units", "first")
+        )
         shapes = {unit: tuple(map(tuple, found)) for unit, found in data["shapes"].items()}
-        return cls(**{**data, "units": units, "shapes": shapes})
+        return cls(**{**data, "units": units, "first": first, "shapes": shapes})
 
 
 def read_profile(
@@ -114,17 +122,21 @@ def read_profile(
     placeholders: dict[str, dict[str, int]] = json.loads(versions.pop("placeholders"))
     own = json.loads(versions.pop("low_precision_weights"))
     by_name: dict[str, list[list[int]]] = json.loads(versions.pop("shapes"))
-    windows = _Windows(trace, request.steps)
+    windows, early = (_Windows(trace, request.steps, first=first) for first in (False, True))
     held = _Held(trace, windows.forward, len(kinds), own)
-    units, shared, shapes = {}, {}, {}
-    for unit, spans in _spans(kinds, MTP in parameters).items():
+    units, renewing, shared, shapes = {}, {}, {}, {}
+    moving = bool(request.config.get("cpu_offloading"))
+    for unit, spans in _spans(kinds, mtp=MTP in parameters, moving=moving).items():
         name = f"layer {spans.layer}" if spans.layer is not None else unit
-        gone = windows.offloaded(spans) if request.config.get("cpu_offloading") else 0
-        stays = (held.units.get(name, 0), held.left.get(name, 0), gone)
-        units[unit] = windows.unit(spans, stays, parameters.get(name, [0, 0, 0]))
+        after = windows.freed_after(spans, moving=moving)
+        gone, grouped = (after, 0) if moving else (0, after)
+        stays = (held.units.get(name, 0), held.left.get(name, 0), gone, grouped)
+        units[unit], renewing[unit] = (
+            found.unit(spans, stays, parameters.get(name, [0, 0, 0])) for found in (windows, early)
+        )
         shared[unit] = dict(placeholders.get(name, {}))
         shapes[unit] = _parameters(by_name.get(name, ()))
-    if request.config.get("cpu_offloading"):
+    if moving:
         units = _without_moves(units, kinds[-1])
     for name, marker in _own_products(trace, kinds):
         shared.setdefault(name, {})[marker] = held.workspace
@@ -137,6 +149,7 @@ def read_profile(
         shares = _on_device(request, by_name, shards)
     return StepProfile(
         units=units,
+        first=renewing if request.config.get("fp8") or request.config.get("fp4") else {},
         hidden_bytes=_hidden_bytes(request),
         placeholders=shared,
         chunk_bytes=held.chunk,
@@ -199,17 +212,22 @@ def _without_moves(units: Mapping[str, UnitProfile], last: str) -> dict[str, Uni
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """Markers around a unit's forward and backward pass; its layer number, where it is a layer."""
+    """Markers around a unit's forward and backward pass; its layer number, where it is a layer.
+
+    The forward pass of a layer lasts until the next unit starts, or, while layers move to the
+    host, until its own end.
+    """
 
     forward: tuple[str, str]
     backward: tuple[str, str]
     layer: int | None = None
 
 
-def _spans(kinds: Sequence[str], mtp: bool) -> dict[str, _Spans]:
+def _spans(kinds: Sequence[str], *, mtp: bool, moving: bool) -> dict[str, _Spans]:
     count = len(kinds)
+    last_end = markers.layer_forward_end(count - 1) if moving else markers.LAYERS_FORWARD_END
     after_layers = markers.MTP_BACKWARD_END if mtp else markers.HEAD_BACKWARD_END
-    head_start = markers.MTP_FORWARD_END if mtp else markers.layer_forward_end(count - 1)
+    head_start = markers.MTP_FORWARD_END if mtp else last_end
     spans = {
         EMBEDDING: _Spans(
             (markers.FORWARD_START, markers.layer_forward_start(0)),
@@ -222,15 +240,17 @@ def _spans(kinds: Sequence[str], mtp: bool) -> dict[str, _Spans]:
     }
     if mtp:
         spans[MTP] = _Spans(
-            (markers.layer_forward_end(count - 1), markers.MTP_FORWARD_END),
+            (last_end, markers.MTP_FORWARD_END),
             (markers.HEAD_BACKWARD_END, markers.MTP_BACKWARD_END),
         )
     for layer, kind in enumerate(kinds):
         if kinds[:layer].count(kind) != 1:  # the second of each kind is typical
             continue
         after = layer + 1
+        own_end = markers.layer_forward_end(layer)
+        next_start = last_end if after == count else markers.layer_forward_start(after)
         spans[kind] = _Spans(
-            (markers.layer_forward_start(layer), markers.layer_forward_end(layer)),
+            (markers.layer_forward_start(layer), own_end if moving else next_start),
             (
                 after_layers if after == count else markers.layer_backward_end(after),
                 markers.layer_backward_end(layer),
@@ -374,20 +394,20 @@ def _hidden_bytes(request: DryRunRequest) -> int:
 
 
 class _Windows:
-    """Live bytes between the markers of the last micro-batch of the last step.
+    """Live bytes between the markers of the last micro-batch of the last step, or of its first.
 
     `forward` are the events at which its forward pass begins and ends, `held_bytes` is what is
     alive before, `step_peak` the most that is added after the last pass, by the optimizer for one.
     """
 
-    def __init__(self, trace: Trace, steps: int) -> None:
+    def __init__(self, trace: Trace, steps: int, *, first: bool) -> None:
         live = trace.live_bytes(BLOCK_BYTES)
         self._live: NDArray[np.int64] = live
         begin, end = trace.marker(step_start(steps)), trace.marker(step_end(steps))
         self._markers: dict[str, int] = {}
         for event, name in trace.markers:
-            if begin <= event <= end:
-                self._markers[name] = event  # the last of each name stays
+            if begin <= event <= end and not (first and name in self._markers):
+                self._markers[name] = event
         self.forward = (
             self._markers[markers.FORWARD_START],
             self._markers[markers.FORWARD_END],
@@ -397,7 +417,7 @@ class _Windows:
         self.step_peak = max(0, int(after.max(initial=0)) - self.held_bytes)
 
     def unit(
-        self, spans: _Spans, stays: tuple[int, int, int], counts: Sequence[int]
+        self, spans: _Spans, stays: tuple[int, int, int, int], counts: Sequence[int]
     ) -> UnitProfile:
         change, peak = self._window(*spans.forward)
         backward_change, backward_peak = self._window(*spans.backward)
@@ -405,13 +425,15 @@ class _Windows:
             backward_change = -change
         return UnitProfile(change, peak, backward_change, backward_peak, *stays, *map(int, counts))
 
-    def offloaded(self, spans: _Spans) -> int:
-        """What goes to the host between the ends of a layer and of the next one of its kind."""
+    def freed_after(self, spans: _Spans, *, moving: bool) -> int:
+        """What is freed between the end of a layer and the start of what follows."""
         if spans.layer is None:
             return 0
-        start = markers.layer_forward_start(spans.layer)
-        after = markers.layer_forward_start(spans.layer + 1)
-        return self._window(*spans.forward)[0] - self._window(start, after)[0]
+        start, end = spans.forward
+        if moving:
+            end = markers.layer_forward_start(spans.layer + 1)
+        own_end = markers.layer_forward_end(spans.layer)
+        return self._window(start, own_end)[0] - self._window(start, end)[0]
 
     def _window(self, start: str, end: str) -> tuple[int, int]:
         """Change of live bytes over a window, and the most that was added in it."""

@@ -36,28 +36,35 @@ class Moment:
     `in_flight` counts, for each chunk of the rank, the micro-batches whose forward pass has ended
     and whose backward pass has not, the one running a backward pass included. `buffers` counts
     tensors of the size passed between stages that are alive besides: received and not yet used,
-    sent and not yet freed. `forward` is None where no pass runs.
+    sent and not yet freed. `left` says of each chunk whether its last pass was a backward one, in
+    this step. `forward` is None where no pass runs.
     """
 
     forward: bool | None
     chunk: int
     in_flight: tuple[int, ...]
     buffers: int
+    left: tuple[bool, ...]
 
 
 @lru_cache(maxsize=65536)
-def moments(shape: Shape, stage: int) -> tuple[Moment, ...]:
-    """The states of a rank over a step that no other state of the same kind exceeds."""
+def moments(shape: Shape, stage: int, with_left: bool = True) -> tuple[Moment, ...]:
+    """The states of a rank over a step that no other state of the same kind exceeds.
+
+    Without `with_left` states that differ in `Moment.left` only count as the same.
+    """
     found: dict[tuple[bool | None, int], set[tuple[int, ...]]] = {}
     rank = _Rank(shape, stage)
     passes = rank.interleaved() if shape.chunks > 1 else rank.plain()
     for moment in passes:
         key = (moment.forward, moment.chunk)
-        found.setdefault(key, set()).add((*moment.in_flight, moment.buffers))
+        left = moment.left if with_left else ()
+        found.setdefault(key, set()).add((*moment.in_flight, moment.buffers, *left))
+    count = shape.chunks
     return tuple(
-        Moment(forward, chunk, counts[:-1], counts[-1])
+        Moment(forward, chunk, state[:count], state[count], tuple(map(bool, state[count + 1 :])))
         for (forward, chunk), states in found.items()
-        for counts in _largest(states)
+        for state in _largest(states)
     )
 
 
@@ -79,26 +86,58 @@ def _largest(states: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 @dataclass(slots=True)
+class _Variable:
+    """The input that is received last in warm-up: with overlapped transfers the schedule's variable
+    for it is not assigned again, and holds it, and its gradient, until the step ends.
+
+    `backwards` counts the passes of `chunk` up to its own backward pass, `forwards` those from its
+    own forward pass on.
+    """
+
+    chunk: int
+    backwards: int
+    forwards: int = 0
+    just: bool = False  # its backward pass was the last one: the gradient is counted as sent
+
+    def after_backward(self, chunk: int) -> None:
+        self.backwards -= chunk == self.chunk
+        self.just = chunk == self.chunk and self.backwards == 0
+
+    def holds(self, in_flight: list[int]) -> int:
+        """Tensors that nothing else holds."""
+        lingers = self.forwards == 1 and not in_flight[self.chunk]  # `_Rank._lingering`
+        return 0 if self.backwards > 0 or lingers else 2 - self.just
+
+
+@dataclass(slots=True)
 class _Rank:
     """Follows one rank through a step; tensors between stages are counted, not named."""
 
     shape: Shape
     stage: int
     in_flight: list[int] = field(default_factory=list)
+    left: list[bool] = field(default_factory=list)
     inputs: int = 0  # received, forward pass to come
     gradients: int = 0  # received, backward pass to come
     output: int = 0  # of the last forward pass, not freed yet
     input_gradient: int = 0  # of the last backward pass
     output_gradient: int = 0  # held by the variable of the last backward pass
     last: int = -1  # the chunk of the last backward pass
+    variable: _Variable | None = None
 
     def __post_init__(self) -> None:
         self.in_flight = [0] * self.shape.chunks
+        self.left = [False] * self.shape.chunks
 
     def _moment(self, forward: bool | None, chunk: int, extra: int = 0) -> Moment:
         buffers = self.inputs + self.gradients + self.output + self.input_gradient
         buffers += self.output_gradient + extra + self._lingering(chunk)
-        return Moment(forward, chunk, tuple(self.in_flight), buffers)
+        if self.variable is not None:
+            buffers += self.variable.holds(self.in_flight)
+        found = Moment(forward, chunk, tuple(self.in_flight), buffers, tuple(self.left))
+        if forward is not None:
+            self.left[chunk] = not forward
+        return found
 
     def _lingering(self, running: int) -> int:
         """Inputs and their gradients that model chunks hold until they get the next input.
@@ -158,6 +197,8 @@ class _Rank:
             yield self._moment(None, order[step])
             self.output = 0
         self.gradients += self._gives_output(shape.chunks - 1)
+        if shape.overlapped and warmup < total and self._receives(warmup - 1, order, True):
+            self.variable = _Variable(order[warmup], self.in_flight[order[warmup]] + 1)
         for step in range(total - warmup):
             forward, backward = order[step + warmup], shape.chunks - 1 - order[step]
             last = step == total - warmup - 1
@@ -183,6 +224,8 @@ class _Rank:
         yield self._moment(True, chunk)
         self.inputs -= self._takes_input(chunk)
         self.in_flight[chunk] += 1
+        if self.variable is not None and chunk == self.variable.chunk:
+            self.variable.forwards += 1
         self.output = int(self._gives_output(chunk) and self.shape.freed)
 
     def _backward(self, chunk: int) -> Iterator[Moment]:
@@ -190,6 +233,8 @@ class _Rank:
         self.gradients -= self._gives_output(chunk)
         self.in_flight[chunk] -= 1
         self.last = chunk
+        if self.variable is not None:
+            self.variable.after_backward(chunk)
         self.input_gradient = int(self._takes_input(chunk))
 
     def _receives(self, step: int, order: list[int], forward: bool) -> bool:
