@@ -1,6 +1,7 @@
 # `make quickstart` and `make test` do all their own set-up in .venv.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 CONSTRAINTS ?= .ci/constraints.txt
+PYTEST_FLAGS ?= -n 2 --dist loadfile
 BIN := .venv/bin
 PIP_FLAGS := --quiet --disable-pip-version-check
 
