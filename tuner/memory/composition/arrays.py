@@ -171,9 +171,7 @@ class Composer:
         weights, gradients, optimizer, share, other = self._static(stage)
         passes = self._passes(stage)
         step = self.table.whole("step_bytes_per_parameter", self.rows) * share
-        # Chunks still hold their last input and its gradient (`Moment`).
-        taking = sum(EMBEDDING not in chunk for chunk in self.pipeline.split[stage])
-        step = step + 2 * taking * self.hidden
+        step = step + sum(self._lingering(chunk) for chunk in self.pipeline.split[stage])
         static = weights + gradients + optimizer + other
         dynamic: Bytes = np.maximum(passes, step)
         return StageMemory(
@@ -185,6 +183,18 @@ class Composer:
             optimizer,
             other,
         )
+
+    def _lingering(self, chunk: Chunk) -> Bytes:
+        """What a chunk holds after its last backward pass: what its units leave, and its input with
+        the gradient (`Moment`), which its first unit may hold as well."""
+        import numpy as np
+
+        left = self._chunk(chunk).left
+        if EMBEDDING in chunk:
+            return left
+        first: Bytes = self._unit(chunk[0]).left
+        result: Bytes = left + np.maximum(0.0, 2 * self.hidden - first)
+        return result
 
     def _passes(self, stage: int) -> Bytes:
         """The most that passes hold beyond what stays."""
