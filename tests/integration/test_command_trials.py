@@ -69,7 +69,7 @@ def a_spec(folder: Path, body: str = "", *more: str, per: str = "node") -> Trial
         global_batch_size=8,
         warmup_steps=2,
         measure_steps=3,
-        timeout_s=120,
+        timeout_s=300,
         options={"launch": launch, "per": per, "log": "megatron"},
     )
 
@@ -137,7 +137,7 @@ def test_nothing_is_left_of_a_command_whose_launcher_is_killed(tmp_path: Path) -
 
     def kill_the_launcher() -> None:
         log = tmp_path / "out" / "command-0.log"
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline and not (log.exists() and log.read_text()):
             time.sleep(0.05)
         family.extend(p for p in psutil.process_iter(["cmdline"]) if _runs(p, tmp_path))

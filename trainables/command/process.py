@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -59,7 +60,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="directory for result.json")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    recording_errors(run)(arguments.spec, arguments.output)
+    try:
+        recording_errors(run)(arguments.spec, arguments.output)
+    except Exception:
+        traceback.print_exc()
+        leave(1)
     leave(0)
 
 
