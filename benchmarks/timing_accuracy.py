@@ -44,6 +44,7 @@ from tuner.timing.shipped import EVERY, documents, fit_hierarchy, shipped_calibr
 from tuner.validation.published import read_rows, source_of
 from tuner.validation.statistics import summary
 
+FITTED = "mbridge-perf"
 DATA = Path(__file__).parent / "data" / "published_time.jsonl.gz"
 SETTINGS = (
     "tp",
@@ -133,7 +134,7 @@ def rate_errors(observations: Sequence[Observation], estimated: Mapping[str, flo
 
 def held_out(cases: Cases) -> dict[str, Any]:
     """Every other row estimated from the rest, both ways round."""
-    observations = cases.of("mbridge-perf", confidence="high")
+    observations = cases.of(FITTED, confidence="high")
     estimated: dict[str, float] = {}
     for half in (0, 1):
         known = fit_hierarchy(observations[half::2])
@@ -143,7 +144,7 @@ def held_out(cases: Cases) -> dict[str, Any]:
 
 def other_models(cases: Cases) -> dict[str, Any]:
     """Every model estimated from all others."""
-    observations = cases.of("mbridge-perf", confidence="high")
+    observations = cases.of(FITTED, confidence="high")
     estimated: dict[str, float] = {}
     for model in sorted({cases.rows[one.id]["model"] for one in observations}):
         mine = [one for one in observations if cases.rows[one.id]["model"] == model]
@@ -216,7 +217,7 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
 def other_sources(cases: Cases, known: Calibrations) -> dict[str, Any]:
     """Sources that no rate was fitted to."""
     found = {}
-    for source in ("mbridge-card", "mbridge-skill", "simumax"):
+    for source in OTHERS:
         observations = cases.of(source)
         errors = rate_errors(observations, seconds(known, observations))
         found[source] = summary(list(errors.values())) | {
@@ -227,7 +228,7 @@ def other_sources(cases: Cases, known: Calibrations) -> dict[str, Any]:
 
 def what_if(cases: Cases, known: Calibrations) -> dict[str, Any]:
     """Whether the effect of changing one setting has the right sign."""
-    observations = cases.of("mbridge-perf", "mbridge-skill", "mbridge-card", "simumax")
+    observations = cases.of(FITTED, *OTHERS)
     estimated = seconds(known, observations)
     right, wrong = 0, []
     for first, second, setting in pairs(cases, [one.id for one in observations]):
@@ -261,6 +262,8 @@ def pairs(cases: Cases, names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
 
 def _setting(row: Row, name: str) -> Any:
     value = row.get(name)
+    if name == "dispatcher":
+        return tuple((value or {}).get(part) for part in ("type", "flex_backend"))
     return value if value not in ([], "none", 0, 1) else None
 
 
@@ -384,16 +387,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--section", action="append", choices=SECTIONS)
     options = parser.parse_args(arguments)
     started = time.perf_counter()
-    cases = Cases(list(read_rows(options.data)))
+    chosen = options.section or list(SECTIONS)
+    sources = {source for name in chosen for source in SOURCES[name]}
+    if options.write:
+        sources.add(FITTED)
+    cases = Cases([row for row in read_rows(options.data) if source_of(row) in sources])
     document: dict[str, Any] = {
         "command": shlex.join(["python", *sys.argv]),
         "rows": len(cases.observations),
         "skipped": cases.skipped,
     }
-    chosen = options.section or SECTIONS
     known: Calibrations = {}  # nothing: the packaged calibrations hold
     if options.write:
-        known = fit_hierarchy(cases.of("mbridge-perf", confidence="high"))
+        known = fit_hierarchy(cases.of(FITTED, confidence="high"))
         options.write.mkdir(parents=True, exist_ok=True)
         for device, content in documents(known).items():
             (options.write / f"{device}.json").write_text(json.dumps(content, indent=1) + "\n")
@@ -406,6 +412,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(json.dumps(document, indent=1))
     return 0
 
+
+OTHERS = ("mbridge-card", "mbridge-skill", "simumax")
+SOURCES = {
+    "held_out": (FITTED,),
+    "other_models": (FITTED,),
+    "other_sources": OTHERS,
+    "what_if": (FITTED, *OTHERS),
+    "llama3_70b_sft": ("mbridge-skill",),
+    "sweeps": ("aleph",),
+}
+"""The kinds of rows that a section looks at."""
 
 NEEDS_FIT = ("other_sources", "what_if", "llama3_70b_sft")
 SECTIONS: dict[str, Callable[..., dict[str, Any]]] = {

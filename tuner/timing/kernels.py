@@ -79,6 +79,7 @@ SUSTAINED = (
     "half_gemm",
     "grouped",
     "half_grouped",
+    "batched_gemm",
     "attention_forward",
     "attention_backward",
     "memory",
@@ -99,6 +100,7 @@ def device_seconds(log: KernelLog, gpu: Gpu, rates: Rates) -> Seconds:
             rates.half_gemm,
             rates.gemm * rates.grouped_gemm,
             rates.half_gemm * rates.grouped_gemm,
+            rates.batched_gemm,
             rates.attention_forward,
             rates.attention_backward,
             rates.memory,
@@ -144,6 +146,7 @@ def _work(key: Same, device: Same) -> Work:
         if len(mine):
             arithmetic_s[mine] = _products(log.select(mine), gpu)
             arithmetic[mine] = np.where(low[mine], shares[1], shares[0])
+    arithmetic[(log.kind == KIND["gemm"]) & (log.batch > 1)] = SUSTAINED.index("batched_gemm")
     for kind in ("attention_forward", "attention_backward"):
         mine = np.flatnonzero(log.kind == KIND[kind])
         if len(mine):

@@ -213,14 +213,14 @@ def _graphed_share(unit: UnitKernels, forward: bool, around: Surroundings) -> Se
 
 _LAUNCH_WEIGHT = {
     # host work in units of one plain kernel launch: layers of Transformer Engine do more in Python
-    "gemm": 5.0,
-    "grouped_gemm": 5.0,
-    "attention_forward": 8.0,
-    "attention_backward": 6.0,
-    "quantize": 2.0,
+    "gemm": 3.0,
+    "grouped_gemm": 3.0,
+    "attention_forward": 4.0,
+    "attention_backward": 4.0,
+    "quantize": 1.5,
     "permute": 3.0,
-    "collective": 3.0,
-    "host_copy": 2.0,
+    "collective": 2.0,
+    "host_copy": 4.0,
     "synchronize": 4.0,
     "host_memory": 0.0,
 }

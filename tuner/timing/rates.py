@@ -30,6 +30,9 @@ class Rates:
     grouped_gemm: float = _rate(
         "speed of experts' products against single ones of their shape", 0.3
     )
+    batched_gemm: float = _rate(
+        "share of the peak in batches of small products: scans, unfused attention", 0.4
+    )
     attention_forward: float = _rate("share of the 16-bit peak in fused attention, forward", 0.15)
     attention_backward: float = _rate("share of the 16-bit peak in fused attention, backward", 0.15)
     memory: float = _rate("share of the memory bandwidth in pointwise kernels", 0.1)
@@ -56,7 +59,7 @@ class Rates:
     contention: float = _rate("compute slowed by communication beside it, share of its time", 0.5)
     host_link: float = _rate("share of the bandwidth to host memory in offload", 0.2)
     step_s: float = _rate("fixed time of a step outside the schedule", 0.5)
-    imbalance: float = _rate("time of the slowest rank of a step against the mean", 0.03)
+    imbalance: float = _rate("time of the slowest rank of a step against the mean", 0.005)
 
     def with_values(self, values: Mapping[str, float]) -> Rates:
         """These rates with some of them replaced."""
@@ -69,6 +72,7 @@ class Rates:
 SHARES = (
     "gemm",
     "half_gemm",
+    "batched_gemm",
     "attention_forward",
     "attention_backward",
     "memory",
