@@ -145,6 +145,9 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(help="With --gpus or --gpu: picture of tokens/s over GPUs.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write the plan there as one HTML file.")
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Dry runs at a time; default: one a core.")
     ] = None,
@@ -155,7 +158,9 @@ def plan(
 
     request = PlanRequest(top, confirm, workers)
     as_json = output is OutputFormat.JSON
-    raise typer.Exit(run_plan(job, request, gpus=gpus, gpu=gpu, plot=plot, as_json=as_json))
+    raise typer.Exit(
+        run_plan(job, request, gpus=gpus, gpu=gpu, plot=plot, html=html, as_json=as_json)
+    )
 
 
 @app.command()

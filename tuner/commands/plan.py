@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.commands.output import console, print_json
+from tuner.commands.output import console, print_json, working
 from tuner.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def run_plan(
     gpus: str | None,
     gpu: str | None,
     plot: Path | None,
+    html: Path | None,
     as_json: bool,
 ) -> int:
     """Plan and print; 0 where something fits, 1 where nothing does."""
@@ -45,11 +46,17 @@ def run_plan(
     job = load_job(file)
     if gpus is None and gpu is None:
         answer = plan_document(job, request, where=str(file), base_folder=file.resolve().parent)
+        if html is not None:
+            _write_html(answer, job, file, html)
         if as_json:
             print_json(answer)
         else:
             _print_plan(answer, job.name)
         return 0 if answer["candidates"] else 1
+    if html is not None:
+        raise InputError(
+            "a page is written for one cluster", field="--html", fix="leave out --gpus and --gpu"
+        )
     clusters = _clusters(job, gpus, gpu)
     answer = {
         "clusters": [
@@ -216,6 +223,15 @@ def _on_cluster(job: Job, request: PlanRequest, where: str, base_folder: Path) -
         hourly = cluster.price_per_gpu_hour * cluster.world_size
         entry["cost_per_billion_tokens"] = hourly * 1e9 / (rate * 3600)
     return entry
+
+
+def _write_html(answer: Mapping[str, Any], job: Job, file: Path, html: Path) -> None:
+    from tuner.cluster.prepared import prepare
+    from tuner.report import write_plan_report
+
+    prepared = prepare(job, where=str(file), base_folder=file.resolve().parent)
+    with working("report") as told:
+        write_plan_report(answer, prepared, file, html, told)
 
 
 def _compare(clusters: Sequence[dict[str, Any]]) -> None:

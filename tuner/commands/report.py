@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tuner.commands.output import console, print_json
-from tuner.errors import InputError
+from tuner.commands.output import console, print_json, working
 
 
 def run_report(study: Path, out: Path | None, *, as_json: bool) -> int:
     """Write the report of a study directory; `report.html` in it by default."""
-    from tuner.report import render, study_report
+    from tuner.report import print_short, study_report, write_page
 
     path = out or study / "report.html"
-    page = render(study_report(study))
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"cannot be written: {error.strerror or error}",
-            where=str(path),
-            fix="choose another file with --out",
-        ) from None
+    with working("report") as told:
+        report = study_report(study, told)
+    write_page(report, path)
     if as_json:
         print_json({"report": str(path), "bytes": path.stat().st_size})
     else:
+        print_short(report, console())
         console().print(str(path))
     return 0

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from tuner.report.content import GIB, Row
+from tuner.report.content import GIB, Effect, Row
 
 WIDTH, HEIGHT = 760.0, 380.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70.0, 20.0, 16.0, 48.0
@@ -76,7 +76,7 @@ def _mark(row: Row, x: float, y: float, text: str) -> str:
         shape = f'<rect x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10"/>'
     else:
         shape = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
-    return f'<g class="mark {kind}"><title>{title}</title>{shape}</g>'
+    return f'<g class="mark {kind}" data-number="{row.number}"><title>{title}</title>{shape}</g>'
 
 
 def _limit(x: float, limit_bytes: int) -> str:
@@ -135,14 +135,14 @@ def stacked_bars(
                 f'width="{max(0.0, right - left):.1f}" height="20"><title>{title}</title></rect>'
             )
     bottom = height - _BOTTOM
-    marks += [_tick_below(x, tick, bottom) for tick in x.ticks()]
+    marks += [tick_below(x, tick, bottom) for tick in x.ticks()]
     if limit:
         marks.append(
             f'<g class="limit"><title>limit {limit:.4g} {unit}</title><line x1="{x.at(limit):.1f}" '
             f'x2="{x.at(limit):.1f}" y1="{_TOP - 6}" y2="{bottom}"/></g>'
         )
     marks.append(f'<text x="{WIDTH / 2}" y="{height - 10}" text-anchor="middle">{unit}</text>')
-    return _svg(height, marks, what) + _legend(parts)
+    return svg(height, marks, what) + legend(_numbered(parts)) + _figures(bars, parts, unit)
 
 
 def lines(series: Mapping[str, Sequence[float]], x_name: str, y_name: str, what: str) -> str:
@@ -160,7 +160,7 @@ def lines(series: Mapping[str, Sequence[float]], x_name: str, y_name: str, what:
             f'<polyline class="line series-{number % SERIES + 1}" points="{points}">'
             f"<title>{escape(name)}</title></polyline>"
         )
-    return _frame(x, y, x_name, y_name, marks, what) + _legend(list(series))
+    return _frame(x, y, x_name, y_name, marks, what) + legend(_numbered(list(series)))
 
 
 def _axis(values: Sequence[float], start: float, end: float) -> Axis:
@@ -171,7 +171,7 @@ def _axis(values: Sequence[float], start: float, end: float) -> Axis:
 
 def _frame(x: Axis, y: Axis, x_name: str, y_name: str, marks: Sequence[str], what: str) -> str:
     bottom = HEIGHT - _BOTTOM
-    parts = [_tick_below(x, tick, bottom) for tick in x.ticks()]
+    parts = [tick_below(x, tick, bottom) for tick in x.ticks()]
     for tick in y.ticks():
         at = y.at(tick)
         parts.append(
@@ -184,27 +184,85 @@ def _frame(x: Axis, y: Axis, x_name: str, y_name: str, marks: Sequence[str], wha
         f'<text transform="rotate(-90 16 {middle})" x="16" y="{middle}" '
         f'text-anchor="middle">{escape(y_name)}</text>',
     ]
-    return _svg(HEIGHT, [*parts, *marks], what)
+    return svg(HEIGHT, [*parts, *marks], what)
 
 
-def _tick_below(x: Axis, tick: float, bottom: float) -> str:
-    at = x.at(tick)
+def _figures(
+    bars: Sequence[tuple[str, Mapping[str, float]]], parts: Sequence[str], unit: str
+) -> str:
+    """The values of stacked bars as a table that opens on demand."""
+    heads = "".join(f'<th scope="col">{escape(part)}</th>' for part in parts)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(label)}</th>'
+        + "".join(f"<td>{values.get(part, 0.0):.4g}</td>" for part in parts)
+        + f"<td>{sum(values.values()):.4g}</td></tr>"
+        for label, values in bars
+    )
     return (
-        f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{bottom}"/>'
-        f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{tick:.4g}</text>'
+        f"<details><summary>Figures ({escape(unit)})</summary><table><thead><tr><td></td>{heads}"
+        f'<th scope="col">sum</th></tr></thead><tbody>{rows}</tbody></table></details>'
     )
 
 
-def _svg(height: float, marks: Sequence[str], what: str) -> str:
+def changes(effects: Sequence[Effect], metric: str) -> str:
+    """Diverging bars: by how much the metric changes, worst first; memory stands beside them."""
+    if not effects:
+        return ""
+    ordered = sorted(effects, key=lambda one: one.change)
+    most = max(abs(one.change) for one in ordered) or 1.0
+    low, high = min(0.0, ordered[0].change), max(0.0, ordered[-1].change)
+    x = Axis(low - 0.05 * most, high + 0.05 * most, 300.0, WIDTH - 90.0)
+    height = _TOP + 22 * len(ordered) + _BOTTOM
+    marks = [tick_below(x, tick, height - _BOTTOM, "{:+.0%}") for tick in x.ticks()]
+    for row, one in enumerate(ordered):
+        y = _TOP + 22 * row
+        left, right = sorted((x.at(0.0), x.at(one.change)))
+        label = f"{one.field} = {one.value}" + (" *" if one.others else "")
+        more = f"{one.more_bytes / GIB:+.3g} GiB"
+        title = escape(f"{label}: {one.change:+.2%} {metric}, {more}" + _also(one.others))
+        shown = label if len(label) <= 46 else label[:45] + "…"
+        marks.append(
+            f'<g class="part series-{6 if one.change < 0 else 3}"><title>{title}</title>'
+            f'<rect x="{left:.1f}" y="{y}" width="{max(right - left, 1.0):.1f}" height="16"/></g>'
+            f'<text x="292" y="{y + 13}" text-anchor="end">{escape(shown)}</text>'
+            f'<text x="{WIDTH - 4}" y="{y + 13}" text-anchor="end">{more}</text>'
+        )
+    name = f"change of {metric}; change of peak memory"
+    marks.append(
+        f'<text x="{WIDTH / 2}" y="{height - 10}" text-anchor="middle">{escape(name)}</text>'
+    )
+    return svg(height, marks, f"effect of single settings on {metric}")
+
+
+def _also(others: int) -> str:
+    return f" ({others} other fields differ too)" if others else ""
+
+
+def tick_below(x: Axis, tick: float, bottom: float, form: str = "{:.4g}") -> str:
+    """A vertical grid line with its value below."""
+    at = x.at(tick)
+    return (
+        f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{bottom}"/>'
+        f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{form.format(tick)}</text>'
+    )
+
+
+def svg(height: float, marks: Sequence[str], what: str) -> str:
+    """A chart with its accessible name."""
     return (
         f'<svg class="chart" role="img" viewBox="0 0 {WIDTH:g} {height:g}" '
         f'aria-label="{escape(what)}">{"".join(marks)}</svg>'
     )
 
 
-def _legend(names: Sequence[str]) -> str:
+def legend(names: Sequence[tuple[str, int]]) -> str:
+    """A list of names, each with the colour of its series number."""
     items = "".join(
-        f'<li><span class="key series-{number % SERIES + 1}"></span>{escape(name)}</li>'
-        for number, name in enumerate(names)
+        f'<li><span class="key series-{series}"></span>{escape(name)}</li>'
+        for name, series in names
     )
     return f'<ul class="legend">{items}</ul>'
+
+
+def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
+    return [(name, number % SERIES + 1) for number, name in enumerate(names)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 GIB = 2**30
@@ -32,28 +32,68 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """A whole report. `answer` and `comparisons` are (label, text) pairs, the main thing first.
+class Effect:
+    """What another value of one field does to the best candidate.
 
-    `estimate` is the document of `tuner estimate` for the best candidate, or None; `effects` are
-    (field, value, change of the metric as a fraction, change of bytes) around the best candidate;
-    `pruned` are (what, how many, why).
+    `change` is that of the metric as a fraction, `more_bytes` that of peak memory; `others` counts
+    the other fields in which the compared candidate differs from the best.
+    """
+
+    field: str
+    value: str
+    change: float
+    more_bytes: int
+    others: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """What the models say of the best candidate, where they can.
+
+    `estimate` is the document of `tuner estimate --method composed`, `fullest` the rank document of
+    a full dry run of the stage with the largest peak (it has the memory timeline), `pipeline` the
+    predicted step as a Chrome trace. `problems` says why something is missing.
+    """
+
+    estimate: Mapping[str, Any] | None = None
+    fullest: Mapping[str, Any] | None = None
+    pipeline: Mapping[str, Any] | None = None
+    problems: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankPeak:
+    """Measured peak of one rank of the best run, in bytes."""
+
+    rank: int
+    allocated_bytes: int
+    step_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A whole report. `answer`, `settings` and `comparisons` are (label, text) pairs.
+
+    `pruned` are (what, how many, why). `step_times_s` are the measured steps of the best run and
+    `ranks` its ranks; both are empty for a plan.
     """
 
     title: str
     metric: str
     verdict: str
     answer: Sequence[tuple[str, str]]
+    settings: Sequence[tuple[str, str]]
     comparisons: Sequence[tuple[str, str]]
     rows: Sequence[Row]
     limit_bytes: int | None
     pruned: Sequence[tuple[str, int, str]]
     versions: Mapping[str, str]
     job: str
-    estimate: Mapping[str, Any] | None = None
-    estimate_problem: str = ""
-    effects: Sequence[tuple[str, str, float, int]] = ()
-    notes: Sequence[str] = field(default=())
+    predictions: Predictions = Predictions()
+    effects: Sequence[Effect] = ()
+    ranks: Sequence[RankPeak] = ()
+    step_times_s: Sequence[float] = ()
+    notes: Sequence[str] = ()
 
 
 def differing_fields(configs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -39,4 +39,32 @@
       body.append(...[...rows].sort(order));
     });
   });
+
+  const tip = document.getElementById("tip");
+  const textOf = (mark) => {
+    const title = mark.querySelector("title");
+    if (title) {
+      mark.dataset.tip = title.textContent;
+      title.remove();
+    }
+    return mark.dataset.tip;
+  };
+  document.addEventListener("pointermove", (event) => {
+    const mark = event.target.closest ? event.target.closest(".mark, .part, .limit") : null;
+    const text = mark ? textOf(mark) : undefined;
+    tip.hidden = !text;
+    if (!text) return;
+    tip.textContent = text;
+    const right = window.innerWidth - tip.offsetWidth - 8;
+    tip.style.left = `${Math.max(8, Math.min(event.clientX + 12, right))}px`;
+    const below = event.clientY + 16 + tip.offsetHeight < window.innerHeight;
+    tip.style.top = `${below ? event.clientY + 16 : event.clientY - tip.offsetHeight - 8}px`;
+  });
+  document.addEventListener("click", (event) => {
+    const mark = event.target.closest ? event.target.closest(".mark[data-number]") : null;
+    const row = mark && rows.find((one) => one.dataset.number === mark.dataset.number);
+    if (!row) return;
+    rows.forEach((one) => one.classList.toggle("marked", one === row));
+    row.scrollIntoView({ block: "center" });
+  });
 })();

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
+from tuner.errors import InputError
 from tuner.report import charts
 from tuner.report.content import GIB, Report, Row
+from tuner.report.pipeline import pipeline_chart
+
+_RANKS = 32
 
 
 def render(report: Report) -> str:
@@ -25,6 +30,18 @@ def render(report: Report) -> str:
         script=_resource("page.js"),
         charts=_charts(report),
     )
+
+
+def write_page(report: Report, path: Path) -> None:
+    """Write the page to a file. Raises InputError where it cannot be written."""
+    try:
+        path.write_text(render(report), encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"cannot be written: {error.strerror or error}",
+            where=str(path),
+            fix="choose another file",
+        ) from None
 
 
 def _charts(report: Report) -> Sequence[tuple[str, str, str]]:
@@ -46,7 +63,13 @@ def _charts(report: Report) -> Sequence[tuple[str, str, str]]:
             "Triangle: the best candidate. Squares: the Pareto front. Circles: the others.",
             charts.scatter(rows, report.metric, report.limit_bytes),
         ),
-        *_estimate_charts(report),
+        *prediction_charts(report),
+        *_measured_charts(report),
+        (
+            "What each setting does around the best candidate",
+            "Change when one setting has another value; with a star, other settings change too.",
+            charts.changes(report.effects, report.metric),
+        ),
         (
             "Step time, predicted and measured",
             "Points on the line were predicted exactly; below it, too slow.",
@@ -61,17 +84,20 @@ def _charts(report: Report) -> Sequence[tuple[str, str, str]]:
     return [chart for chart in found if chart[2]]
 
 
-def _estimate_charts(report: Report) -> Sequence[tuple[str, str, str]]:
-    estimate = report.estimate
-    if estimate is None:
-        return []
-    ranks = estimate.get("ranks", [])
+def prediction_charts(report: Report) -> Sequence[tuple[str, str, str]]:
+    """Charts of what was predicted for the best candidate."""
+    estimate = report.predictions.estimate or {}
     stacks = [
         (f"stage {rank['stage']}", {k: v / GIB for k, v in rank["breakdown"].items() if v})
-        for rank in ranks
+        for rank in estimate.get("ranks", ())
     ]
     limit = report.limit_bytes / GIB if report.limit_bytes else None
-    time = {name: value for name, value in (estimate.get("time_breakdown") or {}).items() if value}
+    time = {
+        name: value
+        for name, value in (estimate.get("time_breakdown") or {}).items()
+        if value and name != "uncertainty"
+    }
+    pipeline = report.predictions.pipeline
     return [
         (
             "Memory by pipeline stage (predicted)",
@@ -81,7 +107,7 @@ def _estimate_charts(report: Report) -> Sequence[tuple[str, str, str]]:
         (
             "Memory over a step (predicted)",
             "The rank with the largest peak, event by event.",
-            _memory_timeline(ranks),
+            _memory_timeline(report.predictions.fullest),
         ),
         (
             "Where a step's time goes (predicted)",
@@ -90,15 +116,40 @@ def _estimate_charts(report: Report) -> Sequence[tuple[str, str, str]]:
                 [("step", time)] if time else [], "s", "predicted breakdown of step time", None
             ),
         ),
+        (
+            "Pipeline timeline (predicted)",
+            "One step, a row for each pipeline stage; gaps are pipeline bubbles.",
+            "" if pipeline is None else pipeline_chart(pipeline),
+        ),
     ]
 
 
-def _memory_timeline(ranks: Sequence[Mapping[str, Any]]) -> str:
-    timed = [rank for rank in ranks if rank.get("timeline", {}).get("allocated_bytes")]
-    if not timed:
+def _measured_charts(report: Report) -> Sequence[tuple[str, str, str]]:
+    limit = report.limit_bytes / GIB if report.limit_bytes else None
+    fullest = sorted(report.ranks, key=lambda one: -one.allocated_bytes)[:_RANKS]
+    peaks = [
+        (f"rank {one.rank}", {"allocated": one.allocated_bytes / GIB})
+        for one in sorted(fullest, key=lambda one: one.rank)
+    ]
+    which = f"The {_RANKS} fullest ranks" if len(report.ranks) > _RANKS else "Each rank"
+    return [
+        (
+            "Peak memory by rank (measured)",
+            f"{which} of the best run; the line is the limit.",
+            charts.stacked_bars(peaks, "GiB", "measured peak memory of each rank", limit),
+        ),
+        (
+            "Step times of the best run (measured)",
+            "The slowest rank of each timed step.",
+            charts.lines({"step": report.step_times_s}, "timed step", "s", "measured step times"),
+        ),
+    ]
+
+
+def _memory_timeline(rank: Mapping[str, Any] | None) -> str:
+    timeline = {} if rank is None else rank.get("timeline", {})
+    if not timeline.get("allocated_bytes"):
         return ""
-    fullest = max(timed, key=lambda rank: rank["allocated_bytes"])
-    timeline = fullest["timeline"]
     series = {
         name: [value / GIB for value in timeline[f"{name}_bytes"]]
         for name in ("allocated", "reserved")

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tuner.errors import InputError
 from tuner.files import read_text
-from tuner.report.content import GIB, Report, Row, differing_fields, shown
+from tuner.measurement import Outcome
+from tuner.report.comparison import best_comparisons, effects_of, ran
+from tuner.report.content import (
+    GIB,
+    Predictions,
+    RankPeak,
+    Report,
+    Row,
+    differing_fields,
+    shown,
+)
+from tuner.report.predictions import Told, predict
 from tuner.study_dir import StudyDirectory, open_study_directory
 
 _FIGURES = (
@@ -17,43 +29,64 @@ _FIGURES = (
     ("tokens/s/GPU", "tokens_per_s_per_gpu", "{:.4g}"),
     ("TFLOP/s/GPU", "tflops_per_gpu", "{:.4g}"),
 )
+_OUTCOMES = {
+    Outcome.OOM.value: "ran out of device memory, or above the memory limit",
+    Outcome.CRASHED.value: "a rank failed",
+    Outcome.TIMEOUT.value: "took longer than the trainable's timeout",
+    Outcome.DIVERGED.value: "a loss was not finite",
+    Outcome.INTERRUPTED.value: "the tuner was stopped while it ran",
+}
 
 
-def study_report(path: Path) -> Report:
-    """Read a study directory. Raises InputError where it is none or has no summary yet."""
+def study_report(path: Path, told: Told = lambda _: None) -> Report:
+    """Read a study directory, and predict its best candidate where that is possible.
+
+    Raises InputError where it is none or has no summary yet.
+    """
     directory = open_study_directory(path)
-    try:
-        summary: dict[str, Any] = json.loads(read_text(directory.summary_path))
-    except InputError:
-        raise InputError(
-            "has no summary.json yet", where=str(path), fix=f"tuner tune --resume {path}"
-        ) from None
-    except ValueError:
-        raise InputError("is damaged", where=str(directory.summary_path)) from None
+    summary = read_summary(directory)
+    job = _job(directory)
     trials = summary["trials"]
     best = next((t for t in trials if t["number"] == summary["best"]), None)
-    estimate, problem = _estimate(directory, best)
-    limit = _limit_bytes(directory)
+    run = summary.get("best_run") or {}
     return Report(
         title=f"Study {summary['study']}",
         metric=summary["metric"],
         verdict=_verdict(summary, best),
         answer=[] if best is None else _answer(best),
-        comparisons=[] if best is None else list(_comparisons(summary["metric"], trials, best)),
+        settings=[] if best is None else _settings(best),
+        comparisons=list(best_comparisons(summary, has_start=_has_start(job))),
         rows=_rows(summary),
-        limit_bytes=limit,
-        pruned=[
-            (rule, count, "refused by this rule before any launch")
-            for rule, count in summary.get("rejected_by_rule", {}).items()
-        ],
-        versions=summary["versions"],
+        limit_bytes=_limit_bytes(job),
+        pruned=_pruned(summary),
+        versions={**summary["versions"], **_environment(directory, job)},
         job=read_text(directory.job_path),
-        estimate=estimate,
-        estimate_problem=problem,
-        notes=[f"The study ended because {summary['ended_because']}."]
+        predictions=_predictions(directory, job, best, told),
+        effects=effects_of(trials, best, summary["metric"]),
+        ranks=[
+            RankPeak(one["rank"], one["peak_memory_allocated_bytes"], one["step_time_s"])
+            for one in run.get("ranks", ())
+        ],
+        step_times_s=run.get("step_times_s", ()),
+        notes=[f"The study ended because: {summary['ended_because']}."]
         if summary.get("ended_because")
         else [],
     )
+
+
+def read_summary(directory: StudyDirectory) -> dict[str, Any]:
+    """The study's summary document. Raises InputError where it is missing or damaged."""
+    try:
+        summary: dict[str, Any] = json.loads(read_text(directory.summary_path))
+    except InputError:
+        raise InputError(
+            "has no summary.json yet",
+            where=str(directory.path),
+            fix=f"tuner tune --resume {directory.path}",
+        ) from None
+    except ValueError:
+        raise InputError("is damaged", where=str(directory.summary_path)) from None
+    return summary
 
 
 def _verdict(summary: Mapping[str, Any], best: Mapping[str, Any] | None) -> str:
@@ -71,32 +104,11 @@ def _answer(best: Mapping[str, Any]) -> list[tuple[str, str]]:
         if measured.get(key) is not None
     ]
     peak = measured["peak_memory_allocated_bytes"] / GIB
-    settings = [(name, shown(value)) for name, value in best["config"].items() if value is not None]
-    return [*figures, ("peak memory allocated", f"{peak:.4g} GiB"), *settings]
+    return [*figures, ("peak memory allocated", f"{peak:.4g} GiB")]
 
 
-def _comparisons(
-    metric: str, trials: Sequence[Mapping[str, Any]], best: Mapping[str, Any]
-) -> list[tuple[str, str]]:
-    """The best trial against the first that ran and against the best without recompute."""
-    ran = [trial for trial in trials if trial["outcome"] == "completed" and trial["measured"]]
-    plain = [trial for trial in ran if not trial["config"].get("recompute_granularity")]
-    found = []
-    if ran:
-        found.append(("against the first trial that ran", ran[0]))
-    if plain:
-        control = max(plain, key=lambda trial: trial["measured"][metric])
-        found.append(("against the best without recompute", control))
-    return [(name, _gain(metric, best, other)) for name, other in found]
-
-
-def _gain(metric: str, best: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    if other["number"] == best["number"]:
-        return "it is that trial"
-    change = best["measured"][metric] / other["measured"][metric] - 1.0
-    key = "peak_memory_allocated_bytes"
-    size = (best["measured"][key] - other["measured"][key]) / GIB
-    return f"{change:+.1%} {metric}, {size:+.3g} GiB (trial {other['number']})"
+def _settings(best: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(name, shown(value)) for name, value in best["config"].items() if value is not None]
 
 
 def _rows(summary: Mapping[str, Any]) -> list[Row]:
@@ -124,33 +136,71 @@ def _rows(summary: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def _limit_bytes(directory: StudyDirectory) -> int | None:
+def _pruned(summary: Mapping[str, Any]) -> list[tuple[str, int, str]]:
+    """Trials that gave no figures, then candidates that rules refused before any launch."""
+    from tuner.constraints.docs import describe_rules
+
+    rejected = summary.get("rejected_by_rule", {})
+    says = {str(rule["id"]): str(rule["what"]) for rule in describe_rules()} if rejected else {}
+    outcomes = Counter(t["outcome"] for t in summary["trials"] if not ran(t))
+    return [
+        *((name, count, _OUTCOMES.get(name, "")) for name, count in outcomes.most_common()),
+        *(
+            (f"rule {rule}", count, says.get(rule, "refused by this rule before any launch"))
+            for rule, count in rejected.items()
+        ),
+    ]
+
+
+def _job(directory: StudyDirectory) -> dict[str, Any]:
+    """The job file as plain data."""
+    import yaml
+
+    return yaml.safe_load(read_text(directory.job_path)) or {}
+
+
+def _has_start(job: Mapping[str, Any]) -> bool:
+    return bool((job.get("search") or {}).get("start"))
+
+
+def _limit_bytes(job: Mapping[str, Any]) -> int | None:
     """The memory limit of the study's job, where it sets one."""
+    limit = (job.get("cluster") or {}).get("memory_limit_gib")
+    return None if limit is None else int(float(limit) * GIB)
+
+
+def _environment(directory: StudyDirectory, job: Mapping[str, Any]) -> dict[str, str]:
+    """The cluster of the job, and the versions that the best run itself reported."""
+    cluster = job.get("cluster") or {}
+    found = {f"cluster.{name}": str(value) for name, value in cluster.items()}
+    best = _best_document(directory)
+    return found | {name: str(value) for name, value in (best.get("versions") or {}).items()}
+
+
+def _best_document(directory: StudyDirectory) -> dict[str, Any]:
     import yaml
 
-    job = yaml.safe_load(read_text(directory.job_path)) or {}
-    for section in ("objective", "cluster"):
-        limit = (job.get(section) or {}).get("memory_limit_gib")
-        if limit is not None:
-            return int(float(limit) * GIB)
-    return None
+    if not directory.best_path.exists():
+        return {}
+    return yaml.safe_load(read_text(directory.best_path)) or {}
 
 
-def _estimate(
-    directory: StudyDirectory, best: Mapping[str, Any] | None
-) -> tuple[dict[str, Any] | None, str]:
-    """The prediction for the best candidate, or why there is none."""
-    import yaml
+def _predictions(
+    directory: StudyDirectory,
+    job: Mapping[str, Any],
+    best: Mapping[str, Any] | None,
+    told: Told,
+) -> Predictions:
+    """What is predicted for the best candidate; nothing on a cluster without a known GPU."""
+    cluster = job.get("cluster") or {}
+    document = _best_document(directory)
+    if best is None or not document or cluster.get("gpu") in (None, "cpu"):
+        return Predictions()
+    from tuner.configuration import resolve_model
 
-    if best is None or not directory.best_path.exists():
-        return None, ""
-    document = yaml.safe_load(read_text(directory.best_path))
-    gpu = ((yaml.safe_load(read_text(directory.job_path)) or {}).get("cluster") or {}).get("gpu")
-    if gpu in (None, "cpu"):
-        return None, ""
-    from tuner.api import estimate
-
+    run = {name: cluster[name] for name in ("gpu", "gpus_per_node") if cluster.get(name)}
     try:
-        return estimate({**document, "gpu": gpu}), ""
-    except (InputError, RuntimeError) as error:
-        return None, f"The best candidate could not be estimated: {error}"
+        model = resolve_model(document["model"], directory.job_folder)
+    except InputError as error:
+        return Predictions(problems=(f"model: {error}",))
+    return predict({**document, "model": model.to_flat(), **run}, told)
