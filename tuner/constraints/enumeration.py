@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+_GROUP = ""  # a column that no axis can name
+
 Condition = Mapping[str, Sequence[object]]
 Axis = tuple[str, Sequence[object], "Condition | None"]
 
@@ -97,6 +99,42 @@ def enumerate_blocks(
         yield growth.candidates(codes)
 
 
+@dataclass(frozen=True, slots=True)
+class Factored:
+    """Valid candidates as a head and the tails that go with each of its rows.
+
+    Head row `h` goes with every tail row `t` where `head_group[h] == tail_group[t]`; both are
+    numbers of groups of head rows that rules on the tail cannot tell apart. Codes are as in
+    `Candidates`.
+    """
+
+    values: Mapping[str, Sequence[object]]
+    head: Mapping[str, NDArray[np.int32]]
+    head_group: NDArray[np.int64]
+    tail: Mapping[str, NDArray[np.int32]]
+    tail_group: NDArray[np.int64]
+
+
+def enumerate_factored(
+    axes: Sequence[Axis],
+    fixed: Mapping[str, object],
+    tail: int,
+    *,
+    mcore: str = "0.16.1",
+    frontend: str = "mcore",
+    capabilities: Capabilities | None = None,
+    exclude: Sequence[Table] = (),
+) -> Factored:
+    """`enumerate_valid` with the last `tail` axes grown once for all that they combine with.
+
+    Rules tie the last axes to few fields of the others, so that the tails of millions of
+    candidates are a few. Raises InputError as `enumerate_valid` does.
+    """
+    _require_axes(axes, fixed)
+    growth = _Growth(axes, fixed, mcore, frontend, capabilities, exclude)
+    return growth.factored(tail)
+
+
 class _Growth:
     """A space growing axis by axis, each screened by the tables that it completes."""
 
@@ -141,18 +179,47 @@ class _Growth:
                         part, min(block_rows, rows - start), place, limit, block_rows
                     )
                 return
-            name, choices, condition = self._axes[place]
-            codes, rows = _expand(
-                codes, rows, name, len(choices), condition, self._values, self._fixed
-            )
-            self._expanded += rows
-            if limit is not None and rows > limit:
-                raise InputError(f"axis {name} grows the space to {rows} rows, above {limit}")
-            keep = _keep(self._stages[name], codes, rows)
-            if keep is not None:
-                codes = {n: code[keep] for n, code in codes.items()}
-                rows = int(keep.sum())
+            codes, rows = self._grown(codes, rows, place, limit)
         yield codes
+
+    def _grown(
+        self, codes: dict[str, Any], rows: int, place: int, limit: int | None = None
+    ) -> tuple[dict[str, Any], int]:
+        """These rows with the values of one more axis, screened."""
+        name, choices, condition = self._axes[place]
+        codes, rows = _expand(codes, rows, name, len(choices), condition, self._values, self._fixed)
+        self._expanded += rows
+        if limit is not None and rows > limit:
+            raise InputError(f"axis {name} grows the space to {rows} rows, above {limit}")
+        keep = _keep(self._stages[name], codes, rows)
+        if keep is None:
+            return codes, rows
+        return {n: code[keep] for n, code in codes.items()}, int(keep.sum())
+
+    def factored(self, tail: int) -> Factored:
+        """Head and tails of the candidates."""
+        import numpy as np
+
+        first = len(self._axes) - tail
+        codes: dict[str, Any] = {}
+        rows = 0 if any(bool(table.broken) for table in self._stages[""]) else 1
+        for place in range(first):
+            codes, rows = self._grown(codes, rows, place)
+        read: set[str] = set()
+        for name, _, condition in self._axes[first:]:
+            read |= {*(condition or ()), *(f for t in self._stages[name] for f in t.fields)}
+        key = np.zeros(rows, dtype=np.int64)
+        for name in sorted(read & codes.keys()):
+            _, key = np.unique(key * len(self._values[name]) + codes[name], return_inverse=True)
+        _, examples, group = np.unique(key, return_index=True, return_inverse=True)
+        few = {name: codes[name][examples] for name in read & codes.keys()}
+        few[_GROUP], count = np.arange(len(examples)), len(examples)
+        for place in range(first, len(self._axes)):
+            few, count = self._grown(few, count, place)
+        head = {name: np.asarray(code, dtype=np.int32) for name, code in codes.items()}
+        names = [name for name, _, _ in self._axes[first:]]
+        ends = {name: np.asarray(few[name], dtype=np.int32) for name in names}
+        return Factored(self._values, head, group.astype(np.int64), ends, few[_GROUP])
 
     def candidates(self, codes: Mapping[str, Any]) -> Candidates:
         """A block as candidates."""

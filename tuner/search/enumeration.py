@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
-from tuner.constraints.enumeration import enumerate_blocks
+from tuner.constraints.enumeration import enumerate_blocks, enumerate_factored
 from tuner.constraints.view import UNSET
-from tuner.search.space import SearchSpace, collect_env
+from tuner.search.space import Axis, SearchSpace, collect_env
 from tuner.search.spelling import spell_axes
 
 if TYPE_CHECKING:
@@ -94,3 +94,83 @@ def space_blocks(
             if name not in codes and not (name == "env" and spelt.environments)
         }
         yield ValidCandidates(values, codes, kept, combinations)
+
+
+@dataclass(frozen=True, slots=True)
+class FactoredSpace:
+    """Every valid candidate of a space as a head row and a tail row of the same group.
+
+    Groups are numbers: `head_group` `[head row]`, `tail_group` `[tail row]`.
+    """
+
+    head: ValidCandidates
+    head_group: NDArray[np.int64]
+    tail: ValidCandidates
+    tail_group: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        """Valid candidates."""
+        import numpy as np
+
+        groups = max(self.head_group.max(initial=-1), self.tail_group.max(initial=-1)) + 1
+        heads, tails = (
+            np.bincount(g, minlength=groups) for g in (self.head_group, self.tail_group)
+        )
+        return int((heads * tails).sum())
+
+    def candidate(self, head: int, tail: int) -> Candidate:
+        """The candidate of two rows of one group."""
+        chosen = {**self.head.flat(head), **self.tail.flat(tail)}
+        env = {**self.head.flat(head).get("env", {}), **self.tail.flat(tail).get("env", {})}
+        return Candidate.from_flat({**chosen, "env": env} if env else chosen)
+
+
+def factor_space(
+    space: SearchSpace, checker: ValidityChecker, tail_fields: Collection[str]
+) -> FactoredSpace:
+    """The valid candidates of a space, with axes of `tail_fields` and of the environment apart.
+
+    Where another axis depends on one of them, only the environment is. Raises InputError as
+    `spell_axes` does.
+    """
+    first, last = _divided(space, tail_fields)
+    spelt = spell_axes(replace(space, axes=(*first, *last)), checker.mcore)
+    names = {name for name, _, _ in spelt.axes}
+    fixed = {**checker.fixed, "world_size": checker.world_size, **spelt.fixed}
+    apart = [name for name, _, _ in spelt.axes if name == "env" or name in {a.field for a in last}]
+    found = enumerate_factored(
+        spelt.axes,
+        {name: value for name, value in fixed.items() if name not in names},
+        len(apart),
+        mcore=checker.mcore,
+        frontend=checker.frontend,
+        capabilities=checker.capabilities,
+        exclude=spelt.exclude,
+    )
+    count = space.combinations()
+    values = {name: list(found.values[name]) for name in names}
+    ours = {name: values.pop(name) for name in apart}
+    head = replace(spelt, environments=()).read(values, dict(found.head))
+    tail = replace(spelt, pairs={}).read(ours, dict(found.tail))
+    kept = {
+        name: value
+        for name, value in space.fixed.items()
+        if name not in head[1] and not (name == "env" and spelt.environments)
+    }
+    return FactoredSpace(
+        ValidCandidates(*head, kept, count),
+        found.head_group,
+        ValidCandidates(*tail, {}, count),
+        found.tail_group,
+    )
+
+
+def _divided(space: SearchSpace, tail: Collection[str]) -> tuple[list[Axis], list[Axis]]:
+    """Axes of the head and of the tail; those of the environment are in the tail's last."""
+    variables = [a for a in space.axes if a.field.startswith("env.")]
+    others = [a for a in space.axes if not a.field.startswith("env.")]
+    first = [a for a in others if a.field not in tail]
+    last = [a for a in others if a.field in tail]
+    if any(name in tail for axis in first for name, _ in axis.when):
+        first, last = others, []
+    return first, [*last, *variables]

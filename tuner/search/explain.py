@@ -27,7 +27,7 @@ def explain_best(plan: Plan, place: Workplace) -> dict[str, Any]:
     """
     if not plan.best:
         return {"knobs": {}, "importance": {}, "text": []}
-    from tuner.search.planning.plan import BEYOND_BYTES
+    from tuner.search.planning.whole import BEYOND_BYTES
 
     best = plan.best[0]
     knobs = _knobs(plan.best)

@@ -59,6 +59,7 @@ class TimeTable:
         self._backward: list[Seconds] = []
         self._parameters: list[NDArray[np.float64]] = []
         self._whole: list[tuple[float, float, float]] = []
+        self._stacked: tuple[Seconds, Seconds, Seconds, Seconds] | None = None
 
     def row(self, kernels: ModelKernels, candidate: Candidate) -> int:
         """The row of a candidate with these kernels; candidates that run alike share it."""
@@ -98,12 +99,15 @@ class TimeTable:
 
     def arrays(self, rows: NDArray[np.int64]) -> tuple[Seconds, Seconds, Seconds, Seconds]:
         """Forward and backward `[c, unit, part]`, parameters `[c, unit, 2]`, whole `[c, 3]`."""
-        return (
-            np.stack(self._forward)[rows],
-            np.stack(self._backward)[rows],
-            np.stack(self._parameters)[rows],
-            np.array(self._whole)[rows],
-        )
+        if self._stacked is None or len(self._stacked[0]) != len(self._forward):
+            self._stacked = (
+                np.stack(self._forward),
+                np.stack(self._backward),
+                np.stack(self._parameters),
+                np.array(self._whole),
+            )
+        forward, backward, parameters, whole = self._stacked
+        return forward[rows], backward[rows], parameters[rows], whole[rows]
 
     def counts(self, split: Split) -> Seconds:
         """How often each unit stands in each chunk of each stage, `[stage, chunk, unit]`."""
@@ -136,32 +140,78 @@ def step_times(
 
     Candidates whose schedule or split Megatron-Core would refuse take infinitely long.
     """
-    groups: dict[Any, list[int]] = {}
+    every = np.arange(len(candidates))
+    return step_times_of(
+        candidates,
+        every,
+        np.asarray(rows, dtype=np.int64),
+        np.asarray(plain_rows, dtype=np.int64),
+        np.array([_blocks(candidate) for candidate in candidates], dtype=np.int64),
+        table,
+        global_batch_size=global_batch_size,
+    )
+
+
+ALL_LAYERS = -1
+"""Where recomputation is not of the first layers of each chunk only."""
+
+
+def step_times_of(
+    candidates: Sequence[Candidate],
+    which: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    plain_rows: NDArray[np.int64],
+    blocks: NDArray[np.int64],
+    table: TimeTable,
+    *,
+    global_batch_size: int,
+) -> StepTimes:
+    """`step_times` of many that share layouts, `[row]`: row `i` has the layout of
+    `candidates[which[i]]`, unit times `rows[i]`, and recomputes the first `blocks[i]` layers of
+    each chunk (or `ALL_LAYERS`).
+    """
+    numbers: dict[Any, int] = {}
     facts = [Facts.of(c, table.machine.world_size, global_batch_size) for c in candidates]
+    group_of = np.full(len(candidates), -1, dtype=np.int64)
+    splits: dict[Any, Split] = {}
     for index, (candidate, fact) in enumerate(zip(candidates, facts, strict=True)):
         try:
-            split = split_of(table, candidate)
+            layout = (
+                candidate.pipeline_model_parallel_size,
+                candidate.virtual_pipeline_model_parallel_size,
+                candidate.extra,
+            )
+            if layout not in splits:
+                splits[layout] = split_of(table, candidate)
+            split = splits[layout]
             # A layout says how many chunks there are, whatever the candidate does.
             laid_out = replace(candidate, virtual_pipeline_model_parallel_size=len(split[0]))
             pipeline = pipeline_of(laid_out, fact.microbatches)
         except (ValueError, UnsupportedError):
             continue
         key = (split, pipeline, fact.reduces_beside)
-        groups.setdefault(key, []).append(index)
-    total = np.full(len(candidates), np.inf)
-    parts = np.zeros((len(candidates), len(BREAKDOWN)))
+        group_of[index] = numbers.setdefault(key, len(numbers))
+    total = np.full(len(which), np.inf)
+    parts = np.zeros((len(which), len(BREAKDOWN)))
+    groups = group_of[which]
+    order = np.argsort(groups, kind="stable")
+    bounds = np.searchsorted(groups[order], np.arange(len(numbers) + 1))
     # The plan of a schedule is kept for the next group: equal ones come one after another.
-    for (split, pipeline, _), indices in sorted(groups.items(), key=lambda item: repr(item[0][1])):
+    for (split, pipeline, _), number in sorted(numbers.items(), key=lambda i: repr(i[0][1])):
+        indices = order[bounds[number] : bounds[number + 1]]
+        if not len(indices):
+            continue
+        used, fact_of = np.unique(which[indices], return_inverse=True)
         group = _Group(
             table,
             split,
             pipeline,
-            [facts[i] for i in indices],
-            np.array([rows[i] for i in indices]),
-            np.array([plain_rows[i] for i in indices]),
+            [facts[i] for i in used.tolist()],
+            rows[indices],
+            plain_rows[indices],
+            fact_of,
         )
-        blocks = [_blocks(candidates[i]) for i in indices]
-        total[indices], parts[indices] = group.times(blocks)
+        total[indices], parts[indices] = group.times(blocks[indices])
     return StepTimes(total, parts)
 
 
@@ -175,13 +225,16 @@ def step_detail(
     facts = Facts.of(candidate, table.machine.world_size, global_batch_size)
     pipeline = pipeline_of(candidate, facts.microbatches)
     rows = np.array([row]), np.array([plain_row])
-    group = _Group(table, split_of(table, candidate), pipeline, [facts], *rows)
-    return pipeline, group.detail([_blocks(candidate)])
+    one = np.zeros(1, dtype=np.int64)
+    group = _Group(table, split_of(table, candidate), pipeline, [facts], *rows, one)
+    return pipeline, group.detail(np.array([_blocks(candidate)]))
 
 
-def _blocks(candidate: Candidate) -> int | None:
-    """The first layers of a chunk that are recomputed, where not all or none are."""
-    return candidate.recompute_num_layers if candidate.recompute_method == "block" else None
+def _blocks(candidate: Candidate) -> int:
+    """The first layers of a chunk that are recomputed, or `ALL_LAYERS`."""
+    if candidate.recompute_method != "block" or candidate.recompute_num_layers is None:
+        return ALL_LAYERS
+    return candidate.recompute_num_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +257,10 @@ class StepDetail:
 
 
 class _Group:
-    """Candidates that share a pipeline and a split of the model over it."""
+    """Candidates that share a pipeline and a split of the model over it.
+
+    `facts` are the distinct ones, `fact_of` `[candidate]` numbers each candidate's.
+    """
 
     def __init__(
         self,
@@ -214,12 +270,14 @@ class _Group:
         facts: Sequence[Facts],
         rows: NDArray[np.int64],
         plain_rows: NDArray[np.int64],
+        fact_of: NDArray[np.int64],
     ) -> None:
         self.table, self.split, self.pipeline, self.facts = table, split, pipeline, facts
+        self.fact_of = fact_of
         self.machine, self.rates = table.machine, table.machine.rates
         self.rows, self.plain_rows = rows, plain_rows
 
-    def times(self, blocks: Sequence[int | None]) -> tuple[Seconds, Seconds]:
+    def times(self, blocks: NDArray[np.int64]) -> tuple[Seconds, Seconds]:
         """Seconds of each candidate's step, and by `BREAKDOWN`."""
         detail = self.detail(blocks)
         both, pipeline_s = detail.forward + detail.backward, detail.times.pipeline_s
@@ -227,14 +285,14 @@ class _Group:
         step = (detail.end.step_s + crowded) * self.rates.imbalance + self.rates.step_s
         return step, self._breakdown(both, pipeline_s, detail.end, detail.optimizer, step)
 
-    def detail(self, blocks: Sequence[int | None]) -> StepDetail:
+    def detail(self, blocks: NDArray[np.int64]) -> StepDetail:
         """What the steps are made of."""
         counts = self.table.counts(self.split)
         forward_of, backward_of, parameters_of, whole = self.table.arrays(self.rows)
         forward = np.einsum("svu,cup->csvp", counts, forward_of)
         backward = np.einsum("svu,cup->csvp", counts, backward_of)
-        for count in {count for count in blocks if count is not None}:
-            some = np.flatnonzero([own == count for own in blocks])
+        for count in np.unique(blocks[blocks != ALL_LAYERS]).tolist():
+            some = np.flatnonzero(blocks == count)
             _, plain_of, _, _ = self.table.arrays(self.plain_rows[some])
             kept = self._kept(counts, count)
             backward[some] += np.einsum("svu,cup->csvp", kept, plain_of - backward_of[some])
@@ -283,7 +341,8 @@ class _Group:
         links, rates, world = self.machine.links, self.rates, self.machine.world_size
         shape = held.shape[:3]
         reduce, gather = np.zeros(shape), np.zeros(shape)
-        for index, fact in enumerate(self.facts):
+        for number, fact in enumerate(self.facts):
+            index = np.flatnonzero(self.fact_of == number)
             operation = "reduce_scatter" if fact.sharded else "all_reduce"
             for kind, (size, stride) in enumerate(fact.data_groups):
                 way = span(size, stride, links, world)
@@ -298,8 +357,8 @@ class _Group:
         return Traffic(
             reduce,
             gather,
-            np.array([fact.gathers_beside for fact in self.facts]),
-            np.array([fact.fully_sharded for fact in self.facts]),
+            np.array([fact.gathers_beside for fact in self.facts])[self.fact_of],
+            np.array([fact.fully_sharded for fact in self.facts])[self.fact_of],
         )
 
     def _share_weights(self, forward: Seconds, backward: Seconds, traffic: Traffic) -> None:
@@ -330,18 +389,23 @@ class _Group:
         return release
 
     def _hidden(self, forward: Seconds, backward: Seconds) -> Seconds | None:
-        """What combined passes save: communication of experts beside the other pass's kernels."""
+        """What combined passes save: communication of experts beside the other pass's kernels.
+
+        No more can hide than there are kernels.
+        """
         if not self.pipeline.combined:
             return None
         part = PARTS.index("expert")
-        exchanged = forward[..., part] + backward[..., part]
-        hidden: Seconds = exchanged * self.rates.expert_hidden
+        both = forward + backward
+        exchanged = both[..., part]
+        kernels = both.sum(axis=3) - exchanged
+        hidden: Seconds = np.minimum(exchanged, kernels) * self.rates.expert_hidden
         return hidden
 
     def _optimizer(self, held: Seconds, whole: Seconds) -> Seconds:
         """Seconds of the optimizer and of zeroing and measuring gradients, `[candidate, stage]`."""
         bandwidth = self.machine.gpu.memory_bandwidth_bytes_per_s * self.rates.memory
-        shards = np.array([fact.shards for fact in self.facts], float)
+        shards = np.array([fact.shards for fact in self.facts], float)[self.fact_of]
         per_stage = held.sum(axis=2)
         updated = (per_stage / shards[:, None, :]).sum(axis=2)
         moved = updated * whole[:, 1, None] + per_stage.sum(axis=2) * whole[:, 2, None]
@@ -350,7 +414,7 @@ class _Group:
 
     def _buckets(self, held: Seconds) -> NDArray[np.int64]:
         """Gradient buckets of each chunk (distributed_data_parallel_config.py `bucket_size`)."""
-        sizes = np.array([fact.bucket_parameters for fact in self.facts])
+        sizes = np.array([fact.bucket_parameters for fact in self.facts])[self.fact_of]
         counts = np.ceil(held.sum(axis=3) / sizes[:, None, None])
         return np.maximum(1, counts).astype(np.int64)
 

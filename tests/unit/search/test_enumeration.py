@@ -4,7 +4,8 @@ import pytest
 
 from tuner.candidate import Candidate
 from tuner.errors import InputError
-from tuner.search.enumeration import enumerate_space
+from tuner.search.enumeration import enumerate_space, factor_space
+from tuner.search.planning.estimator import OFFLOAD_FIELDS
 from tuner.search.space import parse_space
 from tuner.search.validity import ValidityChecker
 
@@ -90,3 +91,33 @@ def test_a_variable_that_depends_on_a_setting_is_refused_by_name():
     }
     with pytest.raises(InputError, match=r"env\.NCCL_MAX_CTAS.*micro_batch_size"):
         enumerate_space(parse_space({"axes": axes}, where="space"), checker("0.16.1"))
+
+
+@pytest.mark.parametrize("mcore", ["0.16.1", "0.18.0"])
+def test_a_factored_space_holds_the_same_candidates(mcore: str) -> None:
+    space = parse_space(
+        {
+            "axes": {
+                **GRAPHS,
+                "cpu_offloading": [False, True],
+                "cpu_offloading_num_layers": {"values": [2], "when": {"cpu_offloading": True}},
+                "optimizer_cpu_offload": [False, True],
+                "optimizer_offload_fraction": {
+                    "values": [0.5, 1.0],
+                    "when": {"optimizer_cpu_offload": True},
+                },
+            }
+        },
+        where="here",
+    )
+    factored = factor_space(space, checker(mcore), OFFLOAD_FIELDS)
+    pairs = [
+        factored.candidate(head, tail)
+        for head in range(len(factored.head))
+        for tail in range(len(factored.tail))
+        if factored.head_group[head] == factored.tail_group[tail]
+    ]
+    whole = enumerate_space(space, checker(mcore))
+    assert len(factored.tail) < len(factored.head)
+    assert len(pairs) == len(whole) == len(factored)
+    assert set(pairs) == {whole.candidate(row) for row in range(len(whole))}

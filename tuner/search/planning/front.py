@@ -31,18 +31,6 @@ class Ranked:
     exact: bool
 
 
-def best_rows(found: BlockEstimates, count: int) -> list[int]:
-    """Rows of the `count` fastest candidates that fit and of those on the block's Pareto front."""
-    import numpy as np
-
-    rows = np.flatnonzero(found.fits & np.isfinite(found.step_time_s))
-    if not len(rows):
-        return []
-    time, memory = found.step_time_s[rows], found.memory_bytes[rows]
-    fastest = rows[np.argsort(time, kind="stable")[:count]]
-    return sorted({*fastest.tolist(), *rows[pareto(time, memory)].tolist()})
-
-
 def pareto(time: Values, memory: Values) -> NDArray[np.int64]:
     """Places that no other beats in both time and memory, fastest first; one of equals."""
     import numpy as np

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tuner.candidate import Candidate
 from tuner.errors import InputError
-from tuner.search.enumeration import ValidCandidates, enumerate_space, space_blocks
+from tuner.search.enumeration import ValidCandidates, enumerate_space
 from tuner.search.planning.estimator import EFFECTS, SpaceEstimator
-from tuner.search.planning.front import Ranked, best_rows, distinct, front_of, ranked
+from tuner.search.planning.front import Ranked, distinct, front_of, ranked
 from tuner.search.planning.prior import listed
+from tuner.search.planning.whole import Counts, Progress, WholeSpace
 from tuner.search.planning.workplace import Workplace
 from tuner.search.requirements import Requirements
 from tuner.search.space import SearchSpace
 from tuner.search.validity import ValidityChecker
 
-_KEPT = 4_000  # candidates kept while blocks go by; ties among them are told apart later
+_KEPT = 3_000  # candidates that are estimated again when the settings of the best are profiled
 _PROFILED_TOP = 40  # settings of the best candidates that are profiled themselves
 _ROUNDS = 2
-BEYOND_BYTES = 10 * 2**30
-
-
-@dataclass(slots=True)
-class Counts:
-    """Candidates of a space by what became of them."""
-
-    enumerated: int = 0
-    valid: int = 0
-    not_required: int = 0
-    not_estimated: int = 0
-    oom: int = 0
-    feasible: int = 0
-    problems: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +37,6 @@ class Plan:
     counts: Counts
     seconds: float
     profiled: int
-
-
-Progress = Callable[[str, int, int], None]
-"""Told a stage of planning ("profiles", "candidates"), how much of it is done, and of how much."""
 
 
 def plan_space(
@@ -76,16 +58,8 @@ def plan_space(
     estimator = SpaceEstimator(place, workers=workers)
     needed = estimator.needed(_without_effects(space, checker))
     profiled = _measure(estimator, needed, progress)
-    counts, entries = Counts(), []
-    beyond: Ranked | None = None
-    for block in space_blocks(space, checker):
-        own, larger = _best_of(estimator, block, requirements, counts)
-        entries += own
-        beyond = min(filter(None, (beyond, larger)), key=lambda e: e.step_time_s, default=None)
-        if len(entries) > 4 * _KEPT:
-            entries = _thinned(entries)
-        progress("candidates", counts.valid, 0)
-    entries = _thinned(entries)
+    whole = WholeSpace(space, checker, requirements)
+    entries, beyond, counts = whole.best(estimator, _KEPT, progress)
     for _ in range(_ROUNDS):
         entries, more = _exact(estimator, entries, progress)
         profiled += more
@@ -119,48 +93,10 @@ def _measure(estimator: SpaceEstimator, settings: Sequence[Candidate], progress:
     return len(settings)
 
 
-def _best_of(
-    estimator: SpaceEstimator,
-    block: ValidCandidates,
-    requirements: Requirements,
-    counts: Counts,
-) -> tuple[list[Ranked], Ranked | None]:
-    """The candidates of a block worth keeping, and the fastest one just too large."""
-    import numpy as np
-
-    counts.enumerated = block.enumerated
-    counts.valid += len(block)
-    kept = np.flatnonzero(requirements.met(block, estimator.place.world_size))
-    counts.not_required += len(block) - len(kept)
-    if not len(kept):
-        return [], None
-    if len(kept) < len(block):
-        block = block.take(kept)
-    found = estimator.estimate(block, beyond_bytes=BEYOND_BYTES)
-    found = found.with_less_memory(requirements.min_free_bytes)
-    counts.problems.update(found.problems)
-    known = np.isfinite(found.memory_bytes)
-    untimed = found.fits & ~np.isfinite(found.step_time_s)
-    counts.not_estimated += int((~known).sum() + untimed.sum())
-    counts.oom += int((known & ~found.fits).sum())
-    counts.feasible += int((found.fits & ~untimed).sum())
-    larger = np.where(known & ~found.fits, found.step_time_s, np.nan)
-    row = None if np.isnan(larger).all() else int(np.nanargmin(larger))
-    beyond = None if row is None else ranked(block, found, [row])[0]
-    return ranked(block, found, best_rows(found, _KEPT // 8)), beyond
-
-
 def _if_faster(beyond: Ranked | None, entries: Sequence[Ranked]) -> Ranked | None:
     if beyond is None or (entries and entries[0].step_time_s <= beyond.step_time_s):
         return None
     return beyond
-
-
-def _thinned(entries: list[Ranked]) -> list[Ranked]:
-    """The fastest entries and the Pareto front."""
-    fastest = sorted(entries, key=lambda e: e.step_time_s)[:_KEPT]
-    chosen = {id(entry) for entry in fastest}
-    return [*fastest, *(e for e in front_of(entries) if id(e) not in chosen)]
 
 
 def _exact(

@@ -1,0 +1,108 @@
+"""A planned space against the estimates of each of its candidates."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tuner.hardware import get_gpu
+from tuner.models import ModelSpec
+from tuner.search.enumeration import enumerate_space
+from tuner.search.planning.estimator import SpaceEstimator
+from tuner.search.planning.whole import BEYOND_BYTES, WholeSpace
+from tuner.search.planning.workplace import Workplace
+from tuner.search.requirements import Requirements
+from tuner.search.space import parse_space
+from tuner.search.validity import ValidityChecker
+from tuner.timing.shipped import shipped_calibration
+
+MODEL = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 512,
+    "gated_linear_unit": True,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "vocab_size": 1024,
+    "position_embedding_type": "rope",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+AXES = {
+    "pipeline_model_parallel_size": [1, 2, 4],
+    "recompute_granularity": [None, "full"],
+    "recompute_method": {"values": ["block"], "when": {"recompute_granularity": "full"}},
+    "recompute_num_layers": {"values": [1], "when": {"recompute_granularity": "full"}},
+    "cuda_graph_impl": ["none", "full_iteration"],
+    "use_te_rng_tracker": {"values": [True], "when": {"cuda_graph_impl": "full_iteration"}},
+    "cpu_offloading": [False, True],
+    "cpu_offloading_num_layers": {"values": [3], "when": {"cpu_offloading": True}},
+    "optimizer_cpu_offload": [False, True],
+    "optimizer_offload_fraction": {"values": [0.5, 1.0], "when": {"optimizer_cpu_offload": True}},
+    "use_precision_aware_optimizer": {"values": [True], "when": {"optimizer_cpu_offload": True}},
+    "env.PYTORCH_CUDA_ALLOC_CONF": [None, "expandable_segments:True"],
+    "env.NCCL_GRAPH_REGISTER": {
+        "values": ["0"],
+        "when": {"env.PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    },
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("profiles")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_TUNER_CACHE", str(folder))
+        yield folder
+
+
+def test_a_plan_counts_and_ranks_what_estimates_of_each_candidate_say() -> None:
+    space = parse_space({"axes": AXES}, where="here")
+    run = {"bf16": True, "params_dtype": "bf16", "pipeline_dtype": "bf16"}
+    checker = ValidityChecker(
+        {**MODEL, **run, "seq_length": 512, "global_batch_size": 32}, world_size=4, mcore="0.16.1"
+    )
+    gpu = get_gpu("h100")
+    place = Workplace(
+        model=ModelSpec.from_flat(MODEL),
+        gpu=gpu,
+        gpus_per_node=4,
+        world_size=4,
+        seq_length=512,
+        global_batch_size=32,
+        precision="bf16",
+        rates=shipped_calibration("h100", "bf16").rates,
+    )
+    required = Requirements(
+        forbid={"optimizer_offload_fraction": [1.0], "pipeline_model_parallel_size": [4]}
+    )
+    estimator = SpaceEstimator(place, workers=1)
+    whole = enumerate_space(space, checker)
+    met = whole.take(np.flatnonzero(required.met(whole, 4)))
+    estimator.measure(estimator.needed(whole))
+    memory = estimator.estimate(met).memory_bytes
+    estimator.place = replace(place, limit_bytes=float(np.median(memory)))
+    best, beyond, counts = WholeSpace(space, checker, required).best(
+        estimator, 10, lambda stage, done, total: None
+    )
+
+    found = estimator.estimate(met, beyond_bytes=BEYOND_BYTES)
+    timed = np.isfinite(found.step_time_s)
+    fits = found.fits & timed
+    assert (counts.valid, counts.not_required) == (len(whole), len(whole) - len(met))
+    assert 0 < counts.feasible == fits.sum()
+    assert 0 < counts.oom == len(met) - fits.sum() - counts.not_estimated
+    assert best[0].step_time_s == pytest.approx(found.step_time_s[fits].min())
+    assert min(one.memory_bytes for one in best) == pytest.approx(found.memory_bytes[fits].min())
+    assert beyond is not None
+    assert beyond.step_time_s == pytest.approx(found.step_time_s[~found.fits & timed].min())
+    rows = {met.candidate(row): row for row in range(len(met))}
+    for one in best:
+        row = rows[one.candidate]
+        assert one.step_time_s == pytest.approx(found.step_time_s[row])
+        assert one.memory_bytes == pytest.approx(found.memory_bytes[row])
+        assert sum(one.memory_parts.values()) == pytest.approx(one.memory_bytes)

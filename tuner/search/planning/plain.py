@@ -1,0 +1,236 @@
+"""Memory and step time of a block of candidates before anything is moved to the host.
+
+What pairs of a setting and a pipeline need is composed once and spread over the rows that share
+them; step times further differ by CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from tuner.candidate import Candidate
+from tuner.errors import InputError
+from tuner.memory.composition import compose_index
+from tuner.memory.composition.measure import without_recompute
+from tuner.search.enumeration import ValidCandidates
+from tuner.search.planning.memory_book import layer_bytes
+from tuner.search.planning.offload import Passes, combined
+from tuner.search.planning.time_book import Graph
+from tuner.timing.step import ALL_LAYERS, BREAKDOWN, step_times_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from tuner.search.planning.estimator import SpaceEstimator
+
+    Values = NDArray[np.float64]
+    Rows = NDArray[np.int64]
+
+PLAIN_PARTS = ("weights", "gradients", "optimizer", "activations", "other")
+
+
+class PlainBlock:
+    """A block without offload. `pair` `[row]` numbers pairs of a setting and a pipeline."""
+
+    def __init__(self, estimator: SpaceEstimator, block: ValidCandidates) -> None:
+        import numpy as np
+
+        self._estimator, self._block, self._place = estimator, block, estimator.place
+        self.index = estimator.index(block)
+        pipelines = max(1, len(self.index.pipelines))
+        keys = self.index.setting.astype(np.int64) * (pipelines + 1) + self.index.pipeline + 1
+        _, self._example, self.pair = np.unique(keys, return_index=True, return_inverse=True)
+
+    @cached_property
+    def _composed(self) -> Any:
+        pairs = self.index.at(self._example)
+        profiles = self._estimator.memory.profiles(pairs)
+        return compose_index(self._place.model, pairs, profiles, world_size=self._place.world_size)
+
+    @cached_property
+    def parts(self) -> Values:
+        """Bytes by `PLAIN_PARTS` on the fullest stage, `[pair, part]`; NaN where unknown."""
+        import numpy as np
+
+        found = self._composed
+        parts = np.stack([found.parts[name] for name in PLAIN_PARTS], axis=1).astype(np.float64)
+        parts[found.problem >= 0] = np.nan
+        return parts
+
+    @cached_property
+    def tensor_sizes(self) -> Rows:
+        """Tensor-parallel ranks of each setting."""
+        import numpy as np
+
+        return np.array([s.tensor_model_parallel_size for s in self.index.settings], dtype=np.int64)
+
+    @cached_property
+    def exact(self) -> NDArray[np.bool_]:
+        """Pairs whose setting was profiled itself."""
+        import numpy as np
+
+        known = np.array([self._estimator.memory.is_exact(s) for s in self.index.settings])
+        result: NDArray[np.bool_] = known[self.index.setting[self._example]]
+        return result
+
+    @cached_property
+    def limits(self) -> Values:
+        """Bytes that PyTorch may allocate, `[pair]`."""
+        import numpy as np
+
+        index, known = self.index, {}
+        allowed = np.empty(len(self._example))
+        for pair, row in enumerate(self._example.tolist()):
+            setting = index.settings[int(index.setting[row])]
+            number = int(index.pipeline[row])
+            shape = index.pipelines[number].shape if number >= 0 else None
+            grid = (
+                setting.tensor_model_parallel_size,
+                setting.context_parallel_size,
+                setting.expert_model_parallel_size,
+                setting.expert_tensor_parallel_size,
+                setting.micro_batch_size,
+                setting.extra,
+                None if shape is None else (shape.stages, shape.chunks),
+            )
+            if grid not in known:
+                known[grid] = self._place.allocatable_bytes(self._block.candidate(row))
+            allowed[pair] = known[grid]
+        return allowed
+
+    def problems(self, weight: Rows | None = None) -> dict[str, int]:
+        """Rows without an estimate by reason; each row counts `weight` times."""
+        import numpy as np
+
+        found = self._composed
+        counts = np.bincount(self.pair, weights=weight, minlength=len(self._example))
+        problems: Counter[str] = Counter()
+        for number, count in zip(found.problem.tolist(), counts.tolist(), strict=True):
+            if number >= 0:
+                problems[found.problems[number]] += int(count)
+        return dict(problems)
+
+    def passes(self, rows: Rows) -> Passes:
+        """Step times of these rows, and what offload is weighed against; NaN where unknown."""
+        import numpy as np
+
+        graph, graphs = self._graphs()
+        keys = self.pair[rows] * len(graphs) + graph[rows]
+        _, example, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        chosen = rows[example]
+        step, spent = self._composed_times(chosen, graph[chosen], graphs)
+        layer, layers, microbatches = self._stage_facts(chosen)
+        compute = spent[:, : BREAKDOWN.index("host") + 1].sum(axis=1)
+        return Passes(step, spent, compute, layer, layers, microbatches).at(inverse)
+
+    def _layouts(self, rows: Rows) -> tuple[Rows, list[Candidate]]:
+        """The layout of each row, as a number among candidates that differ in theirs."""
+        import numpy as np
+
+        index = self.index
+        plain: dict[Candidate, int] = {}
+        grid = np.array(
+            [plain.setdefault(without_recompute(s), len(plain)) for s in index.settings]
+        )
+        shapes: dict[Any, int] = {}
+        shape = np.array(
+            [
+                shapes.setdefault((p.split, p.shape, p.instances), len(shapes))
+                for p in index.pipelines
+            ],
+            dtype=np.int64,
+        )
+        keys = grid[index.setting[rows]] * (len(shapes) + 1)
+        keys = keys + np.where(index.pipeline[rows] < 0, 0, shape[index.pipeline[rows]] + 1)
+        _, example, number = np.unique(keys, return_index=True, return_inverse=True)
+        return number, [self._block.candidate(row) for row in rows[example].tolist()]
+
+    def _composed_times(
+        self, rows: Rows, graph: Rows, graphs: list[Graph]
+    ) -> tuple[Values, Values]:
+        import numpy as np
+
+        index = self.index
+        seconds = np.full(len(rows), np.nan)
+        parts = np.full((len(rows), len(BREAKDOWN)), np.nan)
+        own, plain, table = self._unit_times(rows, graph, graphs)
+        usable = np.flatnonzero((own >= 0) & (plain >= 0) & (index.pipeline[rows] >= 0))
+        if not len(usable):
+            return seconds, parts
+        which, candidates = self._layouts(rows[usable])
+        recompute = [p.recompute for p in index.pipelines]
+        blocks = np.array([r[1] if r and r[0] == "block" else ALL_LAYERS for r in recompute])
+        times = step_times_of(
+            candidates,
+            which,
+            own[usable],
+            plain[usable],
+            blocks[index.pipeline[rows[usable]]],
+            table,
+            global_batch_size=self._place.global_batch_size,
+        )
+        seconds[usable], parts[usable] = times.step_s, times.parts
+        seconds[~np.isfinite(seconds)] = np.nan
+        return seconds, parts
+
+    def _unit_times(self, rows: Rows, graph: Rows, graphs: list[Graph]) -> tuple[Rows, Rows, Any]:
+        """Rows of a table of unit times: of each row, and of the same without recomputation; -1
+        where there are none."""
+        import numpy as np
+
+        book, memory = self._estimator.time, self._estimator.memory
+        table = book.new_table()
+        places: dict[tuple[Candidate, int], int] = {}
+
+        def place(setting: Candidate, number: int) -> int:
+            key = (setting, number)
+            if key not in places:
+                figures = book.figures(setting, graphs[number], memory.recipes[setting])
+                places[key] = -1
+                if not isinstance(figures, InputError):
+                    places[key] = table.add(figures, book.units)
+            return places[key]
+
+        keys = self.index.setting[rows].astype(np.int64) * len(graphs) + graph
+        distinct, inverse = np.unique(keys, return_inverse=True)
+        found = []
+        for setting, number in zip(*np.divmod(distinct, len(graphs)), strict=True):
+            profiled = self.index.settings[int(setting)]
+            found.append(
+                (place(profiled, int(number)), place(without_recompute(profiled), int(number)))
+            )
+        both = np.array(found, dtype=np.int64).reshape(-1, 2)[inverse]
+        return both[:, 0], both[:, 1], table
+
+    def _stage_facts(self, rows: Rows) -> tuple[Values, Values, Values]:
+        """Saved bytes of a layer, layers of a stage and micro-batches of a step, `[row]`."""
+        import numpy as np
+
+        place, kinds = self._place, self._estimator.time.kinds
+        settings, pipelines = self.index.settings, self.index.pipelines
+        saved = np.array([self._saved(setting, kinds) for setting in settings])
+        sequences = np.array(
+            [
+                place.world_size
+                // (s.tensor_model_parallel_size * s.context_parallel_size)
+                * s.micro_batch_size
+                for s in settings
+            ]
+        )
+        stages = np.array([p.shape.stages for p in pipelines] or [1])[self.index.pipeline[rows]]
+        setting = self.index.setting[rows]
+        rounds = place.global_batch_size * stages // np.maximum(1, sequences[setting])
+        return saved[setting], place.model.num_layers / stages, np.maximum(1, rounds).astype(float)
+
+    def _saved(self, setting: Candidate, kinds: tuple[str, ...]) -> float:
+        profile = self._estimator.memory.profile(setting)
+        return 0.0 if isinstance(profile, InputError) else layer_bytes(profile, kinds)
+
+    def _graphs(self) -> tuple[Rows, list[Graph]]:
+        """The CUDA graphs of each row, as a number among the distinct ones."""
+        names = ("cuda_graph_impl", "cuda_graph_modules")
+        code, values = combined(self._block, names, len(self.pair))
+        return code, [(impl or "none", tuple(modules or ())) for impl, modules in values]
