@@ -15,6 +15,7 @@ from tuner.errors import EnvironmentLacksError, InputError
 from tuner.job import Job
 from tuner.measurement import TrialSpec
 from tuner.models import ModelSpec
+from tuner.search.layouts import with_layouts
 from tuner.search.records import Rejection
 from tuner.search.requirements import Requirements
 from tuner.search.space import SearchSpace
@@ -41,9 +42,16 @@ class PreparedJob:
         )
 
     def check(self, candidate: Candidate) -> Rejection | None:
-        """Why a candidate may not run: a rule it breaks, or a requirement of the job."""
+        """Why a candidate may not run: a rule it breaks, a requirement of the job, no place."""
         world_size = self.world_size_of(candidate)
-        return self.checker(candidate) or self.requirements.rejection(candidate, world_size)
+        rejection = self.checker(candidate) or self.requirements.rejection(candidate, world_size)
+        if rejection is not None:
+            return rejection
+        try:
+            self.placement_of(candidate)
+        except InputError as error:
+            return Rejection("placement", error.message)
+        return None
 
     def world_size_of(self, candidate: Candidate) -> int:
         """Ranks of the candidate's trial: its own `world_size` axis, else the whole cluster."""
@@ -72,14 +80,41 @@ class PreparedJob:
         )
 
     def placement_of(self, candidate: Candidate) -> Placement:
-        """Where the candidate's trial runs."""
+        """What the candidate's trial asks of the cluster. Raises InputError where it cannot be."""
         cluster = self.job.cluster
         return place(
             self.world_size_of(candidate),
             nodes=cluster.nodes,
             gpus_per_node=cluster.gpus_per_node,
             device=cluster.device,
+            domain_gpus=self._domain_gpus(),
+            tensor_parallel=candidate.tensor_model_parallel_size,
+            expert_parallel=candidate.expert_model_parallel_size
+            * (candidate.expert_tensor_parallel_size or 1),
         )
+
+    @property
+    def placement_of_all(self) -> Placement | None:
+        """The placement of every candidate of the space, None where they differ."""
+        if any(axis.field == "world_size" for axis in self.space.axes):
+            return None
+        return place(
+            int(self.space.fixed.get("world_size", self.job.cluster.world_size)),
+            nodes=self.job.cluster.nodes,
+            gpus_per_node=self.job.cluster.gpus_per_node,
+            device=self.job.cluster.device,
+        )
+
+    def _domain_gpus(self) -> int | None:
+        """GPUs of an NVLink domain: the GPU type's, or a node where the job names none."""
+        cluster = self.job.cluster
+        if cluster.device == "cpu":
+            return None
+        if cluster.gpu is None:
+            return cluster.gpus_per_node
+        from tuner.hardware import get_gpu
+
+        return get_gpu(cluster.gpu).link_domain_gpus
 
 
 def prepare(job: Job, *, where: str, base_folder: Path) -> PreparedJob:
@@ -99,7 +134,11 @@ def prepare(job: Job, *, where: str, base_folder: Path) -> PreparedJob:
             fix=f"choose one of {', '.join(trainables.names())}",
         )
     model = _place_errors(lambda: resolve_model(job.model, base_folder), where, "model")
-    space = _place_errors(lambda: job.search_space(base_folder), where, "")
+    space = _place_errors(
+        lambda: with_layouts(job.search_space(base_folder), model, job.workload.seq_length),
+        where,
+        "",
+    )
     mcore = installed_mcore()
     checker = ValidityChecker(
         fixed={

@@ -190,3 +190,15 @@ def _prediction_multiply_adds(spec: ModelSpec) -> int:
 def _logit_multiply_adds(spec: ModelSpec, tensor_model_parallel_size: int) -> int:
     vocabulary = spec.padded_vocab_size(tensor_model_parallel_size)
     return spec.hidden_size * vocabulary * (_prediction_layers(spec) + 1)
+
+
+def unit_flops(spec: ModelSpec, seq_length: int) -> tuple[float, float, float]:
+    """Forward FLOPs of one sequence in a layer (on average), in all multi-token prediction layers
+    with their logits, and in the logits of the model itself."""
+    logits = 2.0 * seq_length * _logit_multiply_adds(spec, 1) / (1 + _prediction_layers(spec))
+    whole = model_flops_per_step(spec, seq_length, 1) / _FORWARD_AND_BACKWARD
+    if not _prediction_layers(spec):
+        return (whole - logits) / spec.num_layers, 0.0, logits
+    layers = spec.num_layers + _prediction_layers(spec)
+    layer = (whole - logits * (1 + _prediction_layers(spec))) / layers
+    return layer, _prediction_layers(spec) * (layer + logits), logits
