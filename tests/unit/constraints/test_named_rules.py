@@ -34,7 +34,16 @@ INFERENCE = {"transformer_impl": "inference_optimized", "normalization": "RMSNor
 DEFAULT_ASK = ("0.16.1", "mcore", None)
 
 # rule, changes to BASE, version, front end, capabilities
+HYBRID = {"is_hybrid_model": True, "pipeline_model_parallel_size": 2}
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 CASES = [
+    ("Y01", {**HYBRID, "virtual_pipeline_model_parallel_size": 2}),
+    ("Y02", {**HYBRID, "pipeline_model_parallel_layout": "Et*4|t*4L"}, "0.19.2"),
+    ("Y03", {**HYBRID, **FULL}, "0.17.0"),
     ("E07", {"apply_rope_fusion": True, "rotary_interleaved": True, "te_version": "2.2"}),
     ("E07", {"apply_rope_fusion": True}, "0.16.1", "mcore", NO_TE),
     (

@@ -13,6 +13,9 @@ from tuner.memory.errors import UnsupportedError
 EMBEDDING, MTP, HEAD = "embedding", "mtp", "head"
 """Units besides the layers; the head is final norm, output layer and loss."""
 
+HYBRID_KINDS = frozenset(("hybrid", "mamba", "attention", "mlp"))
+"""First words of the kinds of layer that only hybrid models have."""
+
 Chunk = tuple[str, ...]
 Split = tuple[tuple[Chunk, ...], ...]
 """Unit names by `[stage][chunk]`, in the order they run."""
@@ -38,7 +41,8 @@ def split_units(kinds: tuple[str, ...], mtp: bool, config: Mapping[str, Any]) ->
     stages = int(config.get("pipeline_model_parallel_size") or 1)
     chunks = int(config.get("virtual_pipeline_model_parallel_size") or 1)
     layout = config.get("pipeline_model_parallel_layout")
-    if layout is not None:
+    hybrid = not HYBRID_KINDS.isdisjoint(kind.split()[0] for kind in kinds)
+    if layout is not None and not hybrid:  # the stack of a hybrid model takes no notice of it
         text = layout if isinstance(layout, str) else tuple(tuple(row) for row in layout)
         return _laid_out(kinds, mtp, stages, text)
     counts = layer_counts(
