@@ -17,12 +17,14 @@ class Trainable:
 
     `rank_module` is started once per rank as `python -m rank_module --spec FILE --output DIR`; it
     reads a `TrialSpec` and rank 0 writes the `TrialResult`. `frontend` says whose rules decide
-    whether a candidate may run: those of `mcore`, `bridge` or `megatron-lm`.
+    whether a candidate may run: those of `mcore`, `bridge` or `megatron-lm`. `preload` names a
+    module whose `preload(device)` does the imports of a rank, for warm starts (`trainables.warm`).
     """
 
     name: str
     rank_module: str
     frontend: str = "mcore"
+    preload: str | None = None
 
     def run_trial(self, spec: TrialSpec, output_dir: Path, **placement: Any) -> TrialResult:
         """Run one trial; arguments and result are those of `trainables.launch.run_trial`."""
@@ -35,10 +37,22 @@ class Trainable:
         )
 
 
+class _Simulated(Trainable):
+    """Runs no ranks: see `trainables.simulated`."""
+
+    def run_trial(self, spec: TrialSpec, output_dir: Path, **placement: Any) -> TrialResult:
+        from trainables.simulated import run_simulated
+
+        return run_simulated(spec, output_dir, **placement)
+
+
 _TRAINABLES = (
-    Trainable("megatron_core", "trainables.megatron_core"),
+    Trainable(
+        "megatron_core", "trainables.megatron_core", preload="trainables.megatron_core.preload"
+    ),
     Trainable("megatron_bridge", "trainables.megatron_bridge", frontend="bridge"),
     Trainable("command", "trainables.command"),
+    _Simulated("simulated", ""),
 )
 
 

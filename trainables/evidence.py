@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ def failed_result(
         "exit_code": cause.exit_code,
         "failed_ranks": sorted(failure.rank for failure in failures),
         "log": lines,
+        "traceback": _traceback(output_dir, cause.rank),
     }
     if outcome is Outcome.OOM:
         memory = memory_evidence(cause.message, expandable=uses_expandable_segments(env))
@@ -71,6 +73,19 @@ def _explained(failure: RankFailure, lines: Sequence[str], cause: RankFailure) -
     if not telling:
         return failure
     return replace(failure, message=f"{telling[0]} ({failure.message})")
+
+
+def _traceback(output_dir: Path, rank: int) -> list[str]:
+    """The end of the traceback in the error file of a rank, redacted."""
+    from tuner.redaction import redact
+
+    for path in sorted(output_dir.glob(f"logs/**/{rank}/error.json")):
+        try:
+            text = str(json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        return [redact(line)[:_LINE_LENGTH] for line in text.splitlines()[-_LINES:]]
+    return []
 
 
 def _tail(path: Path) -> list[str]:

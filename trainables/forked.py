@@ -75,7 +75,7 @@ def _hold_store(task: AgentTask) -> tuple[Any, int]:
         return None, task.port
     from datetime import timedelta
 
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore(
         task.master_addr,

@@ -198,7 +198,8 @@ def rank_environment(spec: TrialSpec, nnodes: int, devices: str | None = None) -
         if nnodes == 1 and sys.platform == "linux":
             # Gloo otherwise resolves the host's name, which a laptop may not know.
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    environment.update({k: str(v) for k, v in (spec.config.get("env") or {}).items()})
+    for chosen in (spec.options.get("environment"), spec.config.get("env")):
+        environment.update({name: str(value) for name, value in (chosen or {}).items()})
     return environment
 
 

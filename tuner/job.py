@@ -37,6 +37,11 @@ class Cluster(_Section):
         description="GPUs of one node; with device 'cpu' the ranks one node runs."
     )
     gpu: str | None = Field(None, description="GPU type, e.g. 'h100'; informs the rules.")
+    health_check: bool | None = Field(
+        None,
+        description="Test every node before trials use it (arithmetic, copies, a collective) and "
+        "leave out slow or broken ones. Unset: with GPUs, and with several nodes.",
+    )
     memory_limit_gib: float | None = Field(
         None,
         gt=0,
@@ -174,6 +179,11 @@ class Trainable(_Section):
     )
     measure_steps: int = Field(3, ge=1, le=10**4, description="Timed steps; the median counts.")
     timeout_s: PositiveSeconds = Field(600.0, description="A trial is killed after this long.")
+    hang_after_s: PositiveSeconds = Field(
+        300.0,
+        description="A trial counts as hung after this long without a step (or without a phase of "
+        "its start), or after ten times its expected step, whichever is longer.",
+    )
     seed: int = Field(1234, ge=0, lt=2**31, description="Seed of weights and mock data.")
     max_concurrent: Positive | None = Field(
         None,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainables.device_memory import PeakSampler, device_used_bytes
 from trainables.error_file import recording_errors
 from trainables.processes import die_with_parent, leave
 from trainables.progress import write_progress
@@ -70,6 +71,7 @@ def run_rank(spec_file: Path, output_dir: Path) -> None:
                 step_times_s=tuple(run.step_times_s),
                 peak_allocated_bytes=device.peak_allocated_bytes(),
                 peak_reserved_bytes=device.peak_reserved_bytes(),
+                peak_device_bytes=device.peak_device_bytes(),
             )
             result = trial_result(spec, plan, report, run.loss_shares, device.notes)
             clock.mark("report")
@@ -234,6 +236,9 @@ class _CpuRank:
     def peak_reserved_bytes(self) -> int | None:
         return None
 
+    def peak_device_bytes(self) -> int | None:
+        return None
+
 
 class _CudaRank:
     """A rank on a GPU: NCCL, Transformer Engine where installed, the allocator's own counts."""
@@ -249,6 +254,7 @@ class _CudaRank:
         self.use_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
         local_rank = int(os.environ["LOCAL_RANK"])
         self.tensor_device = "cuda"
+        self._whole_device: PeakSampler | None = None
         self.notes = {"device": torch.cuda.get_device_name(local_rank)}
         if not self.use_transformer_engine:
             self.notes["layers"] = "local: transformer_engine is not installed"
@@ -273,6 +279,9 @@ class _CudaRank:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        device = torch.cuda.current_device()
+        self._whole_device = PeakSampler(lambda: device_used_bytes(device), "device")
+        self._whole_device.__enter__()
 
     def synchronize(self) -> None:
         import torch
@@ -292,3 +301,10 @@ class _CudaRank:
         import torch
 
         return torch.cuda.max_memory_reserved()
+
+    def peak_device_bytes(self) -> int | None:
+        """What NVML saw: graphs' private pools, communicators, contexts and other processes too."""
+        if self._whole_device is None:
+            return None
+        self._whole_device.sample()
+        return self._whole_device.peak_bytes or None

@@ -27,6 +27,7 @@ class RankReport:
     step_times_s: tuple[float, ...]
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
+    peak_device_bytes: int | None = None
 
 
 def trial_result(
@@ -77,6 +78,7 @@ def result_from_reports(
                 step_time_s=statistics.median(r.step_times_s),
                 peak_memory_allocated_bytes=r.peak_allocated_bytes,
                 peak_memory_reserved_bytes=r.peak_reserved_bytes,
+                peak_device_bytes=r.peak_device_bytes,
             )
             for r in reports
         ),

@@ -1,7 +1,8 @@
 """The study behind Ray Tune's `Searcher` interface.
 
-Ray asks for the next trial and reports each ending; both go straight to the study, then to MLflow
-and to the progress display. The trial budget counts launches only.
+Ray asks for the next trial and reports each ending. A trial is handed to Ray once it has its nodes;
+until then it waits in the dispatcher's line. Endings go to the study, then to MLflow and to the
+progress display. The trial budget counts candidates: running one again costs none.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from ray.tune.search import ConcurrencyLimiter, Searcher, SearchGenerator
+from ray.tune.search import Searcher, SearchGenerator
 
+from trainables.progress import HANG_MULTIPLE
 from tuner.candidate import Candidate
+from tuner.cluster.attempts import keep_attempt
+from tuner.cluster.dispatcher import Dispatcher, Flight
 from tuner.cluster.placement import Placement
 from tuner.cluster.trial_actor import RESULT_KEY
 from tuner.job import Budget
@@ -25,15 +30,31 @@ from tuner.search.study import TuningStudy
 OnStart = Callable[[Proposal], None]
 OnEnd = Callable[[TrialRecord], None]
 
+_START_S = 45.0  # of a trial: processes, weights, communicators
+
 
 @dataclass(frozen=True, slots=True)
 class TrialPlan:
-    """How a candidate becomes a trial: its spec, its placement and its folder."""
+    """How a candidate becomes a trial: its spec, its placement and its folder.
+
+    `placement` is that of every candidate where all are of one size, else None.
+    """
 
     spec_of: Callable[[Candidate], TrialSpec]
     placement_of: Callable[[Candidate], Placement]
     folder_of: Callable[[int], str]
-    trainable: str
+    placement: Placement | None
+    hang_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`trials` to launch, `concurrent` at once; `lookahead` may wait; see `StudySearcher`."""
+
+    trials: int
+    concurrent: int | None
+    lookahead: int
+    race: bool
 
 
 class StudySearch(SearchGenerator):
@@ -43,18 +64,16 @@ class StudySearch(SearchGenerator):
     fails when it meets a temporary one. The study's storage makes those files superfluous.
     """
 
-    def __init__(self, searcher: Searcher, max_concurrent: int | None) -> None:
-        limited = ConcurrencyLimiter(searcher, max_concurrent) if max_concurrent else searcher
-        super().__init__(limited)
-
     def save_to_dir(self, dirpath: str, session_str: str = "", **kwargs: Any) -> None:
         """Nothing to save."""
 
 
 class StudySearcher(Searcher):
-    """Hands the study's proposals to Ray Tune, within a budget.
+    """Hands the study's proposals to Ray Tune as nodes come free, within a budget.
 
-    `trials` counts launches. With `race`, a trial is told the step time to beat.
+    Candidates of one size are proposed when there is room for one, so each proposal knows every
+    result; candidates of many sizes a few ahead, so that small ones fill the gaps large ones leave.
+    With `race`, a trial is told the step time to beat.
     """
 
     def __init__(
@@ -62,9 +81,10 @@ class StudySearcher(Searcher):
         study: TuningStudy,
         plan: TrialPlan,
         budget: Budget,
+        dispatcher: Dispatcher,
+        limits: Limits,
         *,
-        trials: int,
-        race: bool,
+        seats_json: Callable[[Any], list[dict[str, Any]]],
         on_start: OnStart,
         on_end: OnEnd,
     ) -> None:
@@ -72,12 +92,15 @@ class StudySearcher(Searcher):
         self._study = study
         self._plan = plan
         self._budget = budget
-        self._left = trials
-        self._race = race
+        self._dispatcher = dispatcher
+        self._limits = limits
+        self._left = limits.trials
         seconds = budget.wall_clock_s
         self._deadline = None if seconds is None else time.monotonic() + seconds
+        self._seats_json = seats_json
         self._on_start, self._on_end = on_start, on_end
-        self._running: dict[str, Proposal] = {}
+        self._flights: dict[str, Flight] = {}
+        self._ended = False
         self.ended_because = "budget spent"
 
     def set_search_properties(
@@ -86,29 +109,73 @@ class StudySearcher(Searcher):
         return True
 
     def suggest(self, trial_id: str) -> Any:
-        if self._left <= 0:
-            return Searcher.FINISHED
-        spent = self._spent()
-        if spent is not None:
-            self.ended_because = spent
-            return Searcher.FINISHED
-        proposal = self._study.ask()
-        if proposal is None:
-            self.ended_because = "the space has no other valid candidate"
-            return Searcher.FINISHED
-        self._left -= 1
-        self._running[trial_id] = proposal
-        self._on_start(proposal)
-        placement = self._plan.placement_of(proposal.candidate)
+        concurrent = self._limits.concurrent
+        if concurrent is not None and self._dispatcher.running >= concurrent:
+            return None
+        self._propose()
+        flight = self._dispatcher.next()
+        if flight is not None:
+            return self._launch(trial_id, flight)
+        if self._dispatcher.running:
+            return None
+        if self._dispatcher.waiting:
+            self._give_up()
+            return None
+        return Searcher.FINISHED if self._ended else None
+
+    def _propose(self) -> None:
+        """Put proposals in line: one where there is room for it now, or up to `lookahead`."""
+        while not self._ended and self._wants_more():
+            spent = "budget spent" if self._left <= 0 else self._spent()
+            proposal = None if spent is not None else self._study.ask()
+            if proposal is None:
+                self.ended_because = spent or "the space has no other valid candidate"
+                self._ended = True
+                return
+            self._left -= 1
+            self._dispatcher.submit(
+                Flight(
+                    proposal,
+                    self._plan.placement_of(proposal.candidate),
+                    self._expected_s(proposal),
+                )
+            )
+
+    def _wants_more(self) -> bool:
+        if self._plan.placement is None:
+            return self._dispatcher.waiting < max(1, self._limits.lookahead)
+        if self._dispatcher.has_room(self._plan.placement):
+            return True
+        return not self._dispatcher.running and not self._dispatcher.waiting
+
+    def _launch(self, trial_id: str, flight: Flight) -> dict[str, Any]:
+        number = flight.proposal.number
+        folder = self._plan.folder_of(number)
+        if flight.attempts:
+            keep_attempt(Path(folder), len(flight.attempts))
+        else:
+            self._on_start(flight.proposal)
+        self._flights[trial_id] = flight
         return {
-            "number": proposal.number,
-            "spec": self._spec(proposal.candidate),
-            "trainable": self._plan.trainable,
-            "ranks_per_node": list(placement.ranks),
-            "bundles": placement.bundles,
-            "strategy": placement.strategy,
-            "output_dir": self._plan.folder_of(proposal.number),
+            "number": number,
+            "spec": self._spec(flight),
+            "seats": self._seats_json(flight.seats),
+            "output_dir": folder,
+            "assigned_at": time.time(),
         }
+
+    def _give_up(self) -> None:
+        """Nothing runs and nobody in line fits: the nodes for it are gone."""
+        for flight, result in self._dispatcher.give_up():
+            number = flight.proposal.number
+            if not flight.attempts:
+                self._on_start(flight.proposal)
+            self._on_end(self._study.tell(number, result))
+            self._end("no usable nodes are left")
+
+    def _end(self, reason: str) -> None:
+        if not self._ended:
+            self._ended, self.ended_because = True, reason
 
     def _spent(self) -> str | None:
         """Why no further trial starts, apart from the number of trials; None where one may."""
@@ -125,27 +192,49 @@ class StudySearcher(Searcher):
             return "a better candidate is unlikely"
         return None
 
-    def _spec(self, candidate: Candidate) -> dict[str, Any]:
-        spec = self._plan.spec_of(candidate)
-        best = self._study.best() if self._race else None
+    def _expected_s(self, proposal: Proposal) -> float:
+        """How long the trial should take, to plan who may overtake whom; at most its timeout."""
+        spec = self._plan.spec_of(proposal.candidate)
+        step_time_s = (proposal.expected or {}).get("step_time_s")
+        if step_time_s is None:
+            return spec.timeout_s
+        steps = spec.warmup_steps + spec.measure_steps
+        return min(spec.timeout_s, _START_S + steps * float(step_time_s))
+
+    def _spec(self, flight: Flight) -> dict[str, Any]:
+        plan, candidate = self._plan, flight.proposal.candidate
+        spec = plan.spec_of(candidate)
+        step_time_s = float((flight.proposal.expected or {}).get("step_time_s") or 0.0)
+        spec = replace(spec, hang_after_s=max(plan.hang_after_s, HANG_MULTIPLE * step_time_s))
+        if flight.env:
+            env = {**(spec.config.get("env") or {}), **flight.env}
+            spec = replace(spec, config={**spec.config, "env": env})
+        best = self._study.best() if self._limits.race else None
         if best is not None and best.measurement is not None:
-            gpu_seconds = (
-                best.measurement.step_time_s * self._plan.spec_of(best.candidate).world_size
-            )
+            gpu_seconds = best.measurement.step_time_s * plan.spec_of(best.candidate).world_size
             spec = replace(spec, beat_step_time_s=gpu_seconds / spec.world_size)
         return asdict(spec)
 
     def on_trial_complete(
         self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
     ) -> None:
-        proposal = self._running.pop(trial_id, None)
-        if proposal is None:
+        flight = self._flights.pop(trial_id, None)
+        if flight is None:
             return
-        if error or not result or RESULT_KEY not in result:
-            ended = TrialResult(Outcome.CRASHED, "the trial's Ray actor died (see the Ray logs)")
+        died = error or not result or RESULT_KEY not in result
+        if died:
+            reached = TrialResult(Outcome.NODE_LOST, "the trial's Ray actor died")
         else:
-            ended = TrialResult.from_json(json.loads(result[RESULT_KEY]))
-        self._on_end(self._study.tell(proposal.number, self._within_limit(proposal, ended)))
+            assert result is not None
+            reached = TrialResult.from_json(json.loads(result[RESULT_KEY]))
+        number = flight.proposal.number
+        reached = self._within_limit(flight.proposal, reached)
+        ended, decision = self._dispatcher.ended(number, reached, died=died)
+        if decision.stops:
+            self._end(f"{ended.outcome}: {ended.reason}")
+            self._dispatcher.drain()
+        if not decision.again:
+            self._on_end(self._study.tell(number, ended))
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing to save: the study's storage is the record, written at every tell."""
@@ -159,12 +248,16 @@ class StudySearcher(Searcher):
 
     def _within_limit(self, proposal: Proposal, ended: TrialResult) -> TrialResult:
         """A completed run above the job's memory limit is out of memory, whatever the device."""
-        limit = self._plan.spec_of(proposal.candidate).memory_limit_bytes
-        measured = ended.measurement
-        if ended.outcome is not Outcome.COMPLETED or limit is None or measured is None:
-            return ended
-        if measured.peak_memory_allocated_bytes <= limit:
-            return ended
-        gib = measured.peak_memory_allocated_bytes / 2**30
-        reason = f"peak {gib:.3f} GiB is above the limit of {limit / 2**30:.3f} GiB"
-        return replace(ended, outcome=Outcome.OOM, reason=reason)
+        return within_limit(ended, self._plan.spec_of(proposal.candidate).memory_limit_bytes)
+
+
+def within_limit(ended: TrialResult, limit_bytes: int | None) -> TrialResult:
+    """`ended`, out of memory where it completed with a peak above the limit."""
+    measured = ended.measurement
+    if ended.outcome is not Outcome.COMPLETED or limit_bytes is None or measured is None:
+        return ended
+    if measured.peak_memory_allocated_bytes <= limit_bytes:
+        return ended
+    gib = measured.peak_memory_allocated_bytes / 2**30
+    reason = f"peak {gib:.3f} GiB is above the limit of {limit_bytes / 2**30:.3f} GiB"
+    return replace(ended, outcome=Outcome.OOM, reason=reason)

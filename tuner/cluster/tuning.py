@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tuner.cluster.attempts import finished_result
+from tuner.cluster.fleet import Fleet, RayNode, ray_nodes
 from tuner.cluster.prepared import PreparedJob
 from tuner.cluster.proposals import engine_of
+from tuner.cluster.session import devices_per_node, ray_session, signals_stop_tune
 from tuner.errors import EnvironmentLacksError
 from tuner.measurement import Outcome, write_json_atomically
 from tuner.search.records import Proposal, TrialRecord, best_of
@@ -22,7 +22,17 @@ from tuner.summary import best_document, summarize
 
 if TYPE_CHECKING:
     from tuner.cluster.searcher import StudySearcher
+    from tuner.job import Cluster
     from tuner.tracking.mlflow_records import StudyRecords
+
+_LOOKAHEAD = 12
+"""Trials in line where candidates differ in size, for small ones to fill the gaps."""
+
+FindNodes = Callable[[], Sequence[RayNode]]
+
+Review = Callable[[StudyDirectory, bool], tuple[str, Sequence[Path]]]
+"""Writes what people take away from a study that ended, or (True) was interrupted: gives a note in
+Markdown and the files and folders it made."""
 
 
 class Display(Protocol):
@@ -48,13 +58,16 @@ def run_tuning(
     *,
     address: str | None = None,
     resume: bool = False,
+    find_nodes: FindNodes | None = None,
+    review: Review | None = None,
 ) -> TuningRun:
     """Run trials until the budget is spent, the space is exhausted or a signal comes.
 
-    `address` is that of a running Ray cluster; None starts Ray on this machine. With `resume` the
-    interrupted trials of the study are run again and its finished ones count against the budget.
-    Raises EnvironmentLacksError where MLflow or the cluster cannot be used; trials that fail are
-    outcomes, not exceptions.
+    `address` is that of a running Ray cluster; None starts Ray on this machine. `find_nodes` says
+    which nodes of it to use, all large enough ones by default. `review` is called at the end. With
+    `resume` the interrupted trials of the study are run again and its finished ones count against
+    the budget. Raises EnvironmentLacksError where MLflow or the cluster cannot be used; trials that
+    fail are outcomes, not exceptions.
     """
     from tuner.tracking.mlflow_records import default_uri, open_records
 
@@ -71,8 +84,7 @@ def run_tuning(
         engine=engine_of(prepared),
     )
     if resume:
-        study.interrupt_running("the tuner ended before the trial did", requeue=False)
-        study.requeue_interrupted()
+        _settle(study, directory, prepared)
     else:
         for flat in job.search.start:
             study.enqueue(flat)
@@ -83,20 +95,82 @@ def run_tuning(
         name=job.name,
         study_dir=directory.path,
     )
-    records.reopen()
-    with _ray(prepared, address), _signals_stop_tune() as stopped:
-        searcher = _searcher(prepared, directory, study, records, display)
-        _fit(searcher, prepared, directory)
-    interrupted = bool(stopped)
-    if interrupted:
-        study.interrupt_running(f"stopped by {stopped[0]}", requeue=False)
-    ended_because = "interrupted" if interrupted else searcher.ended_because
-    return _conclude(prepared, directory, study, records, ended_because)
+    with contextlib.closing(records):
+        records.reopen()
+        records.reconcile(study.records(), prepared.world_size_of)
+        with (
+            ray_session(prepared, address),
+            _fleet(prepared, directory, address, find_nodes) as fleet,
+            signals_stop_tune() as stopped,
+        ):
+            searcher = _searcher(prepared, directory, study, records, display, fleet)
+            _fit(searcher, directory)
+        reason = f"stopped by {stopped[0]}" if stopped else "the study ended before it ran"
+        study.interrupt_running(reason, requeue=False)
+        ended_because = "interrupted" if stopped else searcher.ended_because
+        return _conclude(
+            prepared, directory, study, records, ended_because, fleet.quarantined, review
+        )
 
 
 def _limit_bytes(prepared: PreparedJob) -> int | None:
     limit = prepared.job.cluster.memory_limit_gib
     return None if limit is None else int(limit * 2**30)
+
+
+def _settle(study: TuningStudy, directory: StudyDirectory, prepared: PreparedJob) -> None:
+    """End the trials that a dead driver left running: with their result, or to be run again."""
+    from tuner.cluster.searcher import within_limit
+
+    for record in study.records():
+        result = finished_result(directory.trial_path(record.number)) if record.running else None
+        if result is not None:
+            study.tell(record.number, within_limit(result, _limit_bytes(prepared)))
+    study.interrupt_running("the tuner ended before the trial did", requeue=False)
+    study.requeue_interrupted()
+
+
+@contextlib.contextmanager
+def _fleet(
+    prepared: PreparedJob,
+    directory: StudyDirectory,
+    address: str | None,
+    find_nodes: FindNodes | None,
+) -> Iterator[Fleet]:
+    """The study's nodes, checked; their agents end with the context."""
+    cluster = prepared.job.cluster
+    devices = devices_per_node(prepared, address)
+    find_nodes = find_nodes or (lambda: ray_nodes(cluster.device, devices))
+    _require_nodes(len(find_nodes()), cluster)
+    checks = cluster.health_check
+    fleet = Fleet(
+        directory.study_id,
+        trainable=prepared.job.trainable.name,
+        device=cluster.device,
+        nodes=cluster.nodes,
+        devices=devices,
+        health_check=cluster.device == "cuda" or cluster.nodes > 1 if checks is None else checks,
+        folder=(directory.path / "health").resolve(),
+        find_nodes=find_nodes,
+    )
+    try:
+        fleet.refresh()
+        if not fleet.ledger.nodes:
+            reasons = "; ".join(f"{name}: {why}" for name, why in fleet.quarantined.items())
+            raise EnvironmentLacksError(f"no node of the cluster can be used ({reasons})")
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def _require_nodes(found: int, cluster: Cluster) -> None:
+    """Refuse a job the cluster can never run: its trials would wait for ever."""
+    if found < cluster.nodes:
+        resource = "CPU" if cluster.device == "cpu" else "GPU"
+        raise EnvironmentLacksError(
+            f"the job wants {cluster.nodes} node(s) with {cluster.gpus_per_node} {resource}s, "
+            f"the Ray cluster has {found} such node(s)"
+        )
 
 
 def _searcher(
@@ -105,8 +179,10 @@ def _searcher(
     study: TuningStudy,
     records: StudyRecords,
     display: Display,
+    fleet: Fleet,
 ) -> StudySearcher:
-    from tuner.cluster.searcher import StudySearcher, TrialPlan
+    from tuner.cluster.dispatcher import Dispatcher
+    from tuner.cluster.searcher import Limits, StudySearcher, TrialPlan
 
     def on_start(proposal: Proposal) -> None:
         records.start_trial(
@@ -118,7 +194,7 @@ def _searcher(
         records.end_trial(record, prepared.world_size_of(record.candidate))
         display.ended(record)
 
-    budget = prepared.job.budget
+    job = prepared.job
     done = [r for r in study.records() if r.outcome != Outcome.INTERRUPTED.value]
     return StudySearcher(
         study,
@@ -126,33 +202,36 @@ def _searcher(
             prepared.spec_of,
             prepared.placement_of,
             lambda number: str(directory.trial_path(number).resolve()),
-            prepared.job.trainable.name,
+            prepared.placement_of_all,
+            job.trainable.hang_after_s,
         ),
-        budget,
-        trials=budget.trials - len(done),
-        race=prepared.job.search.race,
+        job.budget,
+        Dispatcher(fleet),
+        Limits(
+            trials=job.budget.trials - len(done),
+            concurrent=job.trainable.max_concurrent or (1 if job.cluster.device == "cpu" else None),
+            lookahead=_LOOKAHEAD,
+            race=job.search.race,
+        ),
+        seats_json=fleet.seats_json,
         on_start=on_start,
         on_end=on_end,
     )
 
 
-def _fit(searcher: StudySearcher, prepared: PreparedJob, directory: StudyDirectory) -> None:
+def _fit(searcher: StudySearcher, directory: StudyDirectory) -> None:
     from ray import tune
 
     from tuner.cluster.searcher import StudySearch
     from tuner.cluster.trial_actor import TrialActor
 
-    job = prepared.job
-    concurrent = job.trainable.max_concurrent or (1 if job.cluster.device == "cpu" else None)
-
-    def resources(config: dict[str, Any]) -> tune.PlacementGroupFactory:
-        return tune.PlacementGroupFactory(config["bundles"], strategy=config["strategy"])
-
+    # A trial's devices are held by the agents of its nodes; its actor only waits for them.
+    resources = tune.PlacementGroupFactory([{"node:__internal_head__": 0.0001}])
     tuner = tune.Tuner(
         tune.with_resources(TrialActor, resources),
         tune_config=tune.TuneConfig(
-            search_alg=StudySearch(searcher, concurrent),
-            num_samples=job.budget.trials,
+            search_alg=StudySearch(searcher),
+            num_samples=-1,
             reuse_actors=True,
         ),
         run_config=tune.RunConfig(
@@ -162,90 +241,14 @@ def _fit(searcher: StudySearcher, prepared: PreparedJob, directory: StudyDirecto
     tuner.fit()
 
 
-@contextlib.contextmanager
-def _ray(prepared: PreparedJob, address: str | None) -> Iterator[None]:
-    """A Ray session for the study; a local one ends with it, processes included."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-    # Ray lowers its workers' priority by 15, which would slow the measured ranks.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
-    import ray
-
-    for name in ("ray", "ray.tune", "ray.train"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    cluster = prepared.job.cluster
-    options: dict[str, Any] = {
-        "address": address or "local",
-        "logging_level": logging.ERROR,
-        "log_to_driver": False,
-    }
-    if address is None:
-        concurrent = prepared.job.trainable.max_concurrent or 1
-        ranks = cluster.gpus_per_node * (concurrent if cluster.device == "cpu" else 1)
-        options |= {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, ranks)}
-    try:
-        ray.init(**options)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise EnvironmentLacksError(
-            f"the Ray cluster at {address or 'this machine'} cannot be used: {error}"
-        ) from None
-    try:
-        _require_resources(prepared)
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _require_resources(prepared: PreparedJob) -> None:
-    """Refuse a job the cluster can never run: Ray would wait for the resources for ever."""
-    import ray
-
-    cluster = prepared.job.cluster
-    resource = "CPU" if cluster.device == "cpu" else "GPU"
-    there = [
-        node["Resources"].get(resource, 0.0) for node in ray.nodes() if node.get("Alive", False)
-    ]
-    enough = sum(1 for amount in there if amount >= cluster.gpus_per_node)
-    if enough < cluster.nodes:
-        raise EnvironmentLacksError(
-            f"the job wants {cluster.nodes} node(s) with {cluster.gpus_per_node} {resource}s, "
-            f"the Ray cluster has {enough} such node(s) (it has {sum(there):g} {resource}s in all)"
-        )
-
-
-@contextlib.contextmanager
-def _signals_stop_tune() -> Iterator[list[str]]:
-    """SIGINT and SIGTERM end the Tune loop in order; the list then names the signal.
-
-    Ray Tune always stops on SIGUSR1; its own SIGINT handler is off, since a second Ctrl-C would
-    then end the process before the study is closed.
-    """
-    stopped: list[str] = []
-
-    def stop(number: int, frame: object) -> None:
-        stopped.append(signal.Signals(number).name)
-        if len(stopped) == 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    # Until Tune installs its handler, SIGUSR1 would end the process.
-    kept = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    kept[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
-        yield stopped
-    finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
-
-
 def _conclude(
     prepared: PreparedJob,
     directory: StudyDirectory,
     study: TuningStudy,
     records: StudyRecords,
     ended_because: str,
+    quarantined: Mapping[str, str],
+    review: Review | None = None,
 ) -> TuningRun:
     """Write the summary and the best candidate, then bring MLflow up to the study."""
     trials = study.records()
@@ -259,6 +262,7 @@ def _conclude(
         ended_because=ended_because,
     )
     summary["study_dir"] = str(directory.path)
+    summary["quarantined"] = dict(quarantined)
     write_json_atomically(directory.summary_path, summary)
     artifacts = [directory.summary_path, directory.job_path]
     best = best_of(trials, metric)
@@ -267,8 +271,15 @@ def _conclude(
         write_best(directory, prepared, best)
         artifacts.append(directory.best_path)
         metrics[f"best_{metric}"] = float(getattr(best.measurement, metric))
+    note, more = ("", ()) if review is None else review(directory, interrupted)
     records.reconcile(trials, prepared.world_size_of)
-    records.finish("KILLED" if interrupted else "FINISHED", metrics, artifacts)
+    records.finish(
+        "KILLED" if interrupted else "FINISHED",
+        metrics,
+        [*artifacts, *more],
+        note=note,
+        model="" if best is None or review is None else prepared.job.name,
+    )
     return TuningRun(summary, interrupted)
 
 

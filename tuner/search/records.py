@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tuner.candidate import Candidate
@@ -49,6 +49,7 @@ class TrialRecord:
     duration_s: float
     measurement: Measurement | None
     expected: Mapping[str, Any] | None = None
+    evidence: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def feasible(self) -> bool:

@@ -70,6 +70,7 @@ class Entry:
             duration_s=attributes.get("duration_s", 0.0),
             measurement=None if measured is None else Measurement.from_json(measured),
             expected=attributes.get("expected"),
+            evidence=attributes.get("evidence") or {},
         )
 
 

@@ -8,7 +8,8 @@ States are used so that samplers learn the right thing:
   leaves this module and counts against no budget;
 - out of memory is COMPLETE with the excess as a violated constraint (samplers ignore failed
   trials, and would propose its neighbours again and again);
-- a timeout is COMPLETE at an objective of zero; a crash, a divergence and an interruption FAIL.
+- a timeout and a hang are COMPLETE at an objective of zero; every other failure and an
+  interruption FAIL.
 """
 
 from __future__ import annotations
@@ -159,6 +160,7 @@ class TuningStudy:
             "reason": result.reason,
             "duration_s": result.duration_s,
             "measurement": None if measured is None else measured.to_json(),
+            "evidence": dict(result.evidence),
         }
         value = 0.0 if measured is None else float(getattr(measured, self._metric))
         if result.outcome is Outcome.COMPLETED and measured is not None:
@@ -166,7 +168,7 @@ class TuningStudy:
         elif result.outcome is Outcome.OOM:
             excess = {"memory": self._excess_gib(measured)}
             self._store.finish(number, attributes, values=[value], constraints=excess)
-        elif result.outcome is Outcome.TIMEOUT:
+        elif result.outcome in (Outcome.TIMEOUT, Outcome.HUNG):
             self._store.finish(number, attributes, values=[0.0])
         else:
             self._store.finish(number, attributes, state=TrialState.FAIL)

@@ -10,7 +10,7 @@ SPEC = TrialSpec(model={}, config={}, world_size=4, seq_length=1, global_batch_s
 
 
 def test_trainables_are_found_by_name() -> None:
-    assert trainables.names() == ("megatron_core", "megatron_bridge", "command")
+    assert trainables.names() == ("megatron_core", "megatron_bridge", "command", "simulated")
     assert trainables.get("megatron_core").rank_module == "trainables.megatron_core"
 
 

@@ -1,0 +1,37 @@
+"""The best configuration of a study in MLflow's model registry, under an alias."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+ALIAS = "best"
+_STUDY_TAG = "tuner.study_id"
+_EXPORTS = "exports"
+
+
+def register_best(client: MlflowClient, name: str, run_id: str, study_id: str) -> None:
+    """Make the run's `exports` folder a version of the registered model `name`, with the alias.
+
+    A study has one version however often it is written; the alias moves to the study that ended
+    last. Raises MlflowException where the store has no registry (a plain folder has none before
+    MLflow 3, databases and servers do).
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.get_registered_model(name)
+    except MlflowException:
+        client.create_registered_model(
+            name, description="Training configurations found by `tuner tune`, in every export form."
+        )
+    known = client.search_model_versions(f"name = '{name}'")
+    version = next((one.version for one in known if one.tags.get(_STUDY_TAG) == study_id), None)
+    if version is None:
+        made = client.create_model_version(
+            name, f"runs:/{run_id}/{_EXPORTS}", run_id=run_id, tags={_STUDY_TAG: study_id}
+        )
+        version = made.version
+    client.set_registered_model_alias(name, ALIAS, str(version))
