@@ -118,6 +118,27 @@ def estimate(
 
 
 @app.command()
+def explain(
+    config: Annotated[
+        Path, typer.Argument(help="YAML or JSON as for estimate, or a launch script or arguments.")
+    ],
+    gpu: Annotated[str | None, typer.Option(help="GPU type, where CONFIG names none.")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of a node, where CONFIG says nothing.")
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of GPUs, where CONFIG says nothing.")
+    ] = None,
+    output: Format = OutputFormat.TEXT,
+) -> None:
+    """Say where memory goes, and what each lever would save and cost; a better configuration."""
+    from tuner.commands.explain import run_explain
+
+    run = {"gpu": gpu, "gpus_per_node": gpus_per_node, "world_size": world_size}
+    raise typer.Exit(run_explain(config, run, as_json=output is OutputFormat.JSON))
+
+
+@app.command()
 def validate(
     data: Annotated[Path, typer.Argument(help="Measured runs, one JSON object per line.")],
     jsonl_out: Annotated[
@@ -257,7 +278,7 @@ def calibrate_fit(
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="Only steps of this GPU.")] = None,
     precision: Annotated[
-        str | None, typer.Option(help="Only steps of this precision, e.g. bf16 or fp8_mxfp8.")
+        str | None, typer.Option(help="Only steps of this precision, e.g. bf16 or mxfp8.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Write the calibration file there.")

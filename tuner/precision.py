@@ -73,3 +73,27 @@ def expand_precision(name: object, config: Mapping[str, Any]) -> tuple[str, dict
         if field in config and config[field] != recipe.get(field):
             return "bf16", dict(config)
     return "bf16", recipe | dict(config)
+
+
+_OF_RECIPE = {
+    "delayed": "fp8_ds",
+    "tensorwise": "fp8_cs",
+    "blockwise": "fp8_blockwise",
+    "mxfp8": "mxfp8",
+}
+
+
+def arithmetic(config: Mapping[str, Any], base: str = "bf16") -> str:
+    """The short name of what products of `config` are computed in: a recipe's, or `base`."""
+    if config.get("fp4"):
+        return "nvfp4"
+    if config.get("fp8"):
+        recipe = str(config.get("fp8_recipe") or "delayed")
+        return _OF_RECIPE.get(recipe, f"fp8_{recipe}")
+    return base
+
+
+def short_name(precision: str) -> str:
+    """The one short name of a precision that has several; other names are given back."""
+    recipe = _RECIPES.get(_SHORT.get(precision, precision))
+    return precision if recipe is None else arithmetic(recipe)

@@ -124,7 +124,10 @@ def _chosen(
 
         return CPU if given == CPU else get_gpu(given).name
 
+    from tuner.precision import short_name
+
     wanted = None if gpu is None else name(gpu)
+    precision = None if precision is None else short_name(precision)
     mine = [
         one
         for one in observations

@@ -83,16 +83,13 @@ def write_timeline(
     from tuner.measurement import write_json_atomically
     from tuner.memory import UnsupportedError
     from tuner.memory.worker_pool import DryRunError
-    from tuner.timing.calibration import Calibration, starting_rates
     from tuner.timing.predicted import predicted_trace
 
-    gpu = str(document.get("gpu") or "")
-    prior = Calibration.prior(gpu, str(document.get("precision", "bf16")), starting_rates())
     try:
         if document.get("model") is not None:
             model = resolve_model(document["model"], base_folder)
             document = {**document, "model": model.to_flat()}
-        trace = predicted_trace(document, prior)
+        trace = predicted_trace(document)
     except InputError as error:
         raise error.at(where) from None
     except (UnsupportedError, DryRunError, ValueError) as error:

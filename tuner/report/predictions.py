@@ -35,11 +35,9 @@ def predict(document: Mapping[str, Any], told: Told = lambda _: None) -> Predict
 
 
 def _trace(document: Mapping[str, Any]) -> dict[str, Any]:
-    from tuner.timing.calibration import Calibration, starting_rates
     from tuner.timing.predicted import predicted_trace
 
-    gpu, precision = str(document.get("gpu") or ""), str(document.get("precision") or "bf16")
-    return predicted_trace(document, Calibration.prior(gpu, precision, starting_rates()))
+    return predicted_trace(document)
 
 
 def _tried(

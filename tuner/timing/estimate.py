@@ -22,7 +22,7 @@ from tuner.timing.units import model_kernels
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_PEAK_OF = {"nvfp4": "fp4", "fp32": "tf32", "fp16": "fp16"}
+_PEAK_OF = {"nvfp4": "fp4", "mxfp8": "fp8", "fp32": "tf32", "fp16": "fp16"}
 
 
 @dataclass(frozen=True, slots=True)

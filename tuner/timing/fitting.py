@@ -28,14 +28,14 @@ Predict = Callable[[Rates], "ArrayLike"]
 _STEP = 1e-3
 """Relative change of a rate that derivatives are taken over."""
 
-_NEAR = 0.1
+_NEAR = 0.25
 """Change of a logarithm over which derivatives are taken to stay the same."""
 
 _UNHEARD = 2e-4
 """Change of every measurement, by a rate's own spread, below which the rate is left alone."""
 
 _ITERATIONS = 20
-_SETTLED = 1e-3
+_SETTLED = 4e-3
 _FREEDOM = 4.0
 """Degrees of freedom of residuals: the fewer, the less those far out count."""
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from tuner.errors import InputError
 from tuner.measurement import Outcome, TrialResult, TrialSpec
+from tuner.precision import arithmetic
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -67,13 +68,8 @@ class Observation:
 
     @property
     def precision(self) -> str:
-        """Arithmetic of the products: the FP8 or FP4 recipe where there is one."""
-        config = self.document["config"]
-        if config.get("fp4"):
-            return "nvfp4"
-        if config.get("fp8"):
-            return "fp8_" + str(config.get("fp8_recipe") or "delayed")
-        return str(self.document.get("precision", "bf16"))
+        """Arithmetic of the products, as `tuner.precision.arithmetic` names it."""
+        return arithmetic(self.document["config"], str(self.document.get("precision", "bf16")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +148,8 @@ def observation_of(row: Mapping[str, Any]) -> Observation:
     document = launch.to_json()
     if launch.link_domain_gpus:
         document["link_domain_gpus"] = launch.link_domain_gpus
+    if (row.get("dispatcher") or {}).get("force_load_balancing"):
+        document["config"] = document["config"] | {"moe_router_force_load_balancing": True}
     seconds = step_time_of(row) or _time_of_rate(row, document)
     if seconds is None:
         raise InputError("no step time, token rate or FLOP rate is published")
@@ -250,17 +248,20 @@ class TimedCase:
         )
 
 
-def timed_case(document: Mapping[str, Any], calibration: Calibration) -> TimedCase:
+def timed_case(document: Mapping[str, Any], calibration: Calibration | None) -> TimedCase:
     """What `tuner estimate` is asked about, ready to be timed.
 
-    The calibration's device stands in for a CPU. Raises InputError or UnsupportedError.
+    The calibration's device stands in for a CPU; steps on GPUs need none. Raises InputError or
+    UnsupportedError.
     """
     from tuner.estimation import EstimateRequest
     from tuner.timing.microbench_ranks import cores
     from tuner.timing.topology import Links
 
     document = dict(document)
-    own = calibration.measured_device() if document.get("gpu") == CPU else None
+    own = None
+    if calibration is not None and document.get("gpu") == CPU:
+        own = calibration.measured_device()
     if document.get("gpu") == CPU:
         if own is None:
             raise InputError(

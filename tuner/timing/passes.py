@@ -8,7 +8,7 @@ the device, its time is the pass's. CUDA graphs take the kernels of their scopes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -44,6 +44,8 @@ class Surroundings:
     `graphed` are the captured parts of a layer (`SCOPES`), `whole` says that the host launches
     nothing (full-iteration graphs). `dispatcher` is "alltoall", "deepep" or "hybridep".
     `fused_experts` says that activation and quantisation are part of the experts' products.
+    `combined`: passes of two micro-batches run node by node beside each other. `balanced`: every
+    expert is forced to get equally many tokens.
     """
 
     graphed: frozenset[str]
@@ -52,6 +54,8 @@ class Surroundings:
     dispatcher: str
     topk: int
     fused_experts: bool
+    combined: bool = False
+    balanced: bool = True
 
     @classmethod
     def of(cls, candidate: Candidate, topk: int) -> Surroundings:
@@ -68,6 +72,8 @@ class Surroundings:
                 extra.get("use_transformer_engine_op_fuser")
                 and extra.get("moe_mlp_glu_interleave_size")
             ),
+            combined=bool(extra.get("overlap_moe_expert_parallel_comm")),
+            balanced=topk < 1 or bool(extra.get("moe_router_force_load_balancing")),
         )
 
 
@@ -103,7 +109,8 @@ def pass_seconds(
     log = unit.forward if forward else unit.backward
     plan, rates = _plan(Same(unit), forward, around), machine.rates
     gaps = plan.graphed * rates.graph_gap_s + (plan.launched - plan.graphed) * rates.kernel_gap_s
-    device = device_seconds(log, machine.gpu, rates) * plan.kept + gaps
+    kept = plan.kept if around.balanced else np.where(plan.routed, rates.routing, 1.0) * plan.kept
+    device = device_seconds(log, machine.gpu, rates) * kept + gaps
     parts = dict.fromkeys(PARTS, 0.0)
     parts["recompute"] = float(device[plan.repeated].sum())
     parts["compute"] = float(device.sum()) - parts["recompute"]
@@ -114,6 +121,7 @@ def pass_seconds(
         plan.launches * rates.host_kernel_s
         + plan.experts * rates.host_expert_s
         + plan.graphs * rates.graph_launch_s
+        + plan.nodes * rates.host_node_s
     )
     parts["host"] = _waited(host, sum(parts.values()))
     return np.array([parts[name] for name in PARTS])
@@ -157,18 +165,21 @@ class _Plan:
     """What of a pass does not depend on how fast anything is.
 
     By operation: `kept` is the share of its work that is done, `launched` 1 where the device runs
-    something, `graphed` the share of it that graphs launch, `repeated` marks recompute. `launches`
-    and `experts` count host work: launches, and experts of grouped products; `graphs` CUDA graphs.
+    something, `graphed` the share of it that graphs launch; `repeated` is recompute, `routed` work
+    on tokens that a router sends. `launches` and `experts` count host work: launches, and experts
+    of grouped products; `graphs` CUDA graphs, `nodes` those of combined passes.
     """
 
     kept: Seconds
     launched: Seconds
     graphed: Seconds
     repeated: NDArray[np.bool_]
+    routed: NDArray[np.bool_]
     exchanges: tuple[_Exchange, ...]
     launches: float
     experts: float
     graphs: int
+    nodes: int
 
 
 @lru_cache(maxsize=16384)
@@ -182,16 +193,40 @@ def _plan(key: Same, forward: bool, around: Surroundings) -> _Plan:
     graphed = _graphed_share(unit, forward, around)
     eager = 1.0 - graphed
     experts = np.where(log.kind == KIND["grouped_gemm"], log.batch, 0)
+    exchanges = tuple(_exchanges(log, repeated))
+    launches = _launches(log)
+    for exchange in exchanges:
+        if _in_ring(exchange, around):
+            launches[exchange.partner] += exchange.size  # a product and its transfers, each step
     return _Plan(
         kept=kept,
         launched=launched,
         graphed=graphed * launched,
         repeated=repeated,
-        exchanges=tuple(_exchanges(log, repeated)),
-        launches=float((_launches(log) * eager).sum()),
+        routed=np.isin(log.kind, [KIND["grouped_gemm"], KIND["permute"]]),
+        exchanges=exchanges,
+        launches=float((launches * eager).sum()),
         experts=float((experts * eager).sum()),
         graphs=len(around.graphed) if graphed.any() and not around.whole else 0,
+        nodes=_nodes(exchanges) if around.combined and not around.whole else 0,
     )
+
+
+def _nodes(exchanges: Sequence[_Exchange]) -> int:
+    """Parts that a combined pass runs a unit in, each with a graph of its own for autograd.
+
+    megatron/core/models/common/model_chunk_schedule_plan.py, TransformerLayerSchedulePlan: layers
+    of experts have attention, what follows it, dispatch, experts and combination.
+    """
+    return 5 if any(exchange.part == "expert" for exchange in exchanges) else 2
+
+
+def _in_ring(exchange: _Exchange, around: Surroundings) -> bool:
+    """Whether userbuffers pass an exchange on step by step, beside a product cut into as many.
+
+    Transformer Engine, transformer_engine/common/comm_gemm_overlap, CommOverlapP2PBase.
+    """
+    return around.userbuffers and exchange.part == "tensor" and exchange.partner >= 0
 
 
 def _graphed_share(unit: UnitKernels, forward: bool, around: Surroundings) -> Seconds:
@@ -289,14 +324,21 @@ def _exposed(
     size = exchange.bytes
     if exchange.operation == "all_to_all" and exchange.part == "expert":
         size *= _once_per_rank(span, around)
+    if exchange.part == "expert" and not around.balanced:
+        size *= rates.routing
     seconds = float(collectives.seconds(exchange.operation, size, span, links, rates))
-    if exchange.part == "tensor" and around.userbuffers and exchange.partner >= 0:
+    if _in_ring(exchange, around):
+        seconds += (span.size - 2) * _RING_STEP * rates.link_latency_s
         hidden = min(seconds * rates.userbuffers_hidden, float(device[exchange.partner]))
     elif exchange.cover >= 0:
         hidden = min(seconds, float(device[exchange.cover]))
     else:
         return seconds
     return seconds - hidden + rates.contention * hidden
+
+
+_RING_STEP = 0.5
+"""Share of a collective's fixed time that each further step of a ring of userbuffers takes."""
 
 
 def _once_per_rank(span: Span, around: Surroundings) -> float:

@@ -9,17 +9,24 @@ from tuner.timing.calibration import Calibration
 from tuner.timing.observations import timed_case
 from tuner.timing.passes import PARTS
 from tuner.timing.schedule import simulate
+from tuner.timing.shipped import precision_key, shipped_calibration
 from tuner.timing.step import step_detail
 from tuner.timing.timeline import trace_document
 
 
-def predicted_trace(document: Mapping[str, Any], calibration: Calibration) -> dict[str, Any]:
+def predicted_trace(
+    document: Mapping[str, Any], calibration: Calibration | None = None
+) -> dict[str, Any]:
     """The trace for Perfetto of what `tuner estimate` is asked about.
 
-    Raises InputError or UnsupportedError for what cannot be timed, ValueError for a schedule that
-    Megatron-Core refuses to run.
+    Without `calibration` the packaged one of the GPU and precision holds. Raises InputError or
+    UnsupportedError for what cannot be timed, ValueError for a schedule that Megatron-Core refuses
+    to run.
     """
     case = timed_case(document, calibration)
+    if calibration is None:
+        precision = precision_key(case.candidate, str(document.get("precision", "bf16")))
+        calibration = shipped_calibration(case.gpu.name, precision)
     table = case.table(calibration.rates)
     rows = case.rows(table)
     pipeline, detail = step_detail(

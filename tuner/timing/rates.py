@@ -42,6 +42,7 @@ class Rates:
     graph_gap_s: float = _rate("device time around each kernel of a CUDA graph", 0.3)
     host_kernel_s: float = _rate("host time to launch one kernel", 0.5)
     host_expert_s: float = _rate("host time of one expert in a grouped product", 0.7)
+    host_node_s: float = _rate("host time of one node of a combined pass of two micro-batches", 0.6)
     graph_launch_s: float = _rate("host time to launch one CUDA graph", 0.5)
     link: float = _rate("share of the NVLink bandwidth in collectives", 0.15)
     network: float = _rate("share of the network bandwidth in collectives", 0.2)
@@ -60,6 +61,7 @@ class Rates:
     host_link: float = _rate("share of the bandwidth to host memory in offload", 0.2)
     step_s: float = _rate("fixed time of a step outside the schedule", 0.5)
     imbalance: float = _rate("time of the slowest rank of a step against the mean", 0.005)
+    routing: float = _rate("work of the busiest expert rank against the mean, routed by data", 0.08)
 
     def with_values(self, values: Mapping[str, float]) -> Rates:
         """These rates with some of them replaced."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from tuner.candidate import Candidate
 from tuner.hardware import get_gpu
+from tuner.precision import arithmetic, short_name
 from tuner.timing.calibration import NAMES, Calibration, starting_rates
 from tuner.timing.rates import spreads
 
@@ -40,23 +41,19 @@ _RESIDUAL = 0.07
 
 
 def precision_key(candidate: Candidate, precision: str = "bf16") -> str:
-    """The precision that a calibration is filed under: the FP8 or FP4 recipe, or `precision`."""
-    extra = dict(candidate.extra)
-    if extra.get("fp4"):
-        return "nvfp4"
-    if extra.get("fp8"):
-        return "fp8_" + str(extra.get("fp8_recipe") or "delayed")
-    return precision
+    """The precision that a calibration is filed under (`tuner.precision.arithmetic`)."""
+    return arithmetic(dict(candidate.extra), precision)
 
 
 def shipped_calibration(gpu: str, precision: str = EVERY) -> Calibration:
-    """The packaged calibration of a GPU and precision, or the nearest there is.
+    """The packaged calibration of a GPU and precision (any of its names), or the nearest there is.
 
     A GPU without measurements takes what is known of its architecture, and else starting values,
     with the uncertainty of either.
     """
     known = get_gpu(gpu)
     entries = _entries().get(known.name) or _entries().get(known.architecture, {})
+    precision = short_name(precision)
     document = entries.get(precision) or entries.get(EVERY)
     if document is None:
         return Calibration.prior(known.name, precision, starting_rates())

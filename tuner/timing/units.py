@@ -118,6 +118,7 @@ _NEUTRAL = {
     "moe_flex_dispatcher_backend": None,
     "moe_deepep_num_sms": None,
     "moe_hybridep_num_sms": None,
+    "moe_router_force_load_balancing": None,
     "num_distributed_optimizer_instances": None,
     "fp8_dot_product_attention": None,
     "fp8_multi_head_attention": None,
