@@ -118,6 +118,8 @@ def _recipe_resets(settings: Settings) -> Iterator[tuple[str, Any]]:
         yield name, _core_default(name, mcore, default)
     graph_field = "cuda_graph_modules" if mcore >= "0.18" else "cuda_graph_scope"
     yield graph_field, _core_default(graph_field, mcore, [])
+    if graph_field != "cuda_graph_scope":
+        yield "cuda_graph_scope", None  # recipes still set it, and both may not be set
     for name in _SPLIT_FIELDS:
         yield name, _core_default(name, mcore, None)
     if "comm_overlap" not in given and OVERLAP_FIELDS & set(given):

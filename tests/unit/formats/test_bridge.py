@@ -35,6 +35,17 @@ def test_unset_fields_undo_those_of_the_recipe() -> None:
     assert "mixed_precision=null" in words
 
 
+def test_the_old_spelling_of_graphs_in_a_recipe_is_taken_back() -> None:
+    flat = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}
+    new = export_document(flat, "bridge-cli", mcore="0.18").arguments
+    assert "model.cuda_graph_scope=null" in new
+    assert "model.cuda_graph_modules=[attn]" in new
+    assert not any(
+        "cuda_graph_modules" in w
+        for w in export_document(flat, "bridge-cli", mcore="0.17").arguments
+    )
+
+
 def test_a_candidate_that_says_nothing_of_precision_keeps_that_of_the_recipe() -> None:
     words = export_document({"micro_batch_size": 2}, "bridge-cli", mcore="0.18").arguments
     assert "train.micro_batch_size=2" in words

@@ -1,0 +1,1 @@
+"""Trials of Megatron Bridge held against the real package, without a GPU."""
