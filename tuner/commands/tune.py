@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,17 @@ def run_study(
             world_size_of=prepared.world_size_of,
         ) as display,
     ):
-        return run_tuning(prepared, directory, display, address=address, resume=resume)
+        return run_tuning(
+            prepared, directory, display, address=address, resume=resume, review=_review
+        )
+
+
+def _review(directory: StudyDirectory, interrupted: bool) -> tuple[str, Sequence[Path]]:
+    """Report and exports of the study; a Ctrl-C does not wait for predictions."""
+    from tuner.report import hand_over
+
+    handed = hand_over(directory, predictions=not interrupted)
+    return handed.note, handed.paths
 
 
 def _print_result(

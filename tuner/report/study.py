@@ -38,8 +38,8 @@ _OUTCOMES = {
 }
 
 
-def study_report(path: Path, told: Told = lambda _: None) -> Report:
-    """Read a study directory, and predict its best candidate where that is possible.
+def study_report(path: Path, told: Told = lambda _: None, *, predictions: bool = True) -> Report:
+    """Read a study directory, and predict its best candidate where that is possible and wanted.
 
     Raises InputError where it is none or has no summary yet.
     """
@@ -61,7 +61,7 @@ def study_report(path: Path, told: Told = lambda _: None) -> Report:
         pruned=_pruned(summary),
         versions={**summary["versions"], **_environment(directory, job)},
         job=read_text(directory.job_path),
-        predictions=_predictions(directory, job, best, told),
+        predictions=_predictions(directory, job, best, told) if predictions else Predictions(),
         effects=effects_of(trials, best, summary["metric"]),
         ranks=[
             RankPeak(one["rank"], one["peak_memory_allocated_bytes"], one["step_time_s"])
