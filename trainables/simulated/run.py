@@ -42,6 +42,8 @@ def run_simulated(
     here. The same spec gives the same figures. A peak above `memory_limit_bytes` is out of memory.
     """
     started = time.monotonic()
+    output_dir.mkdir(parents=True, exist_ok=True)
+    write_json_atomically(output_dir / "spec.json", spec.to_json())
     measurement = simulated_measurement(spec)
     speedup = float((spec.config.get("env") or {}).get(SPEEDUP_VARIABLE, 1.0))
     steps = spec.warmup_steps + spec.measure_steps
@@ -56,8 +58,6 @@ def run_simulated(
     if (cancel or threading.Event()).wait(max(0.0, started + seconds - time.monotonic())):
         result = TrialResult(Outcome.INTERRUPTED, "cancelled")
     result = replace(result, duration_s=time.monotonic() - started)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    write_json_atomically(output_dir / "spec.json", spec.to_json())
     write_json_atomically(output_dir / "result.json", result.to_json())
     return result
 
