@@ -47,6 +47,13 @@ class Method(str, Enum):
 
 
 Format = Annotated[OutputFormat, typer.Option("--format", help="Print text or one JSON document.")]
+GpuOption = Annotated[str | None, typer.Option(help="GPU type, where CONFIG names none.")]
+GpusPerNodeOption = Annotated[
+    int | None, typer.Option(min=1, help="GPUs of a node, where CONFIG says nothing.")
+]
+WorldSizeOption = Annotated[
+    int | None, typer.Option(min=1, help="Number of GPUs, where CONFIG says nothing.")
+]
 
 
 @app.command()
@@ -84,9 +91,13 @@ def estimate(
     config: Annotated[
         Path | None,
         typer.Argument(
-            help="YAML or JSON: {model, world_size, seq_length, global_batch_size, gpu, config}."
+            help="YAML or JSON: {model, world_size, seq_length, global_batch_size, gpu, config}; "
+            "or a Megatron-LM command line or launch script, Megatron Bridge overrides or YAML."
         ),
     ] = None,
+    gpu: GpuOption = None,
+    gpus_per_node: GpusPerNodeOption = None,
+    world_size: WorldSizeOption = None,
     jsonl: Annotated[
         Path | None, typer.Option("--jsonl", help="Estimate one JSON document per line instead.")
     ] = None,
@@ -110,6 +121,7 @@ def estimate(
         run_estimate(
             config,
             jsonl,
+            run={"gpu": gpu, "gpus_per_node": gpus_per_node, "world_size": world_size},
             method=method.value,
             timeline=timeline,
             as_json=output is OutputFormat.JSON,
@@ -122,13 +134,9 @@ def explain(
     config: Annotated[
         Path, typer.Argument(help="YAML or JSON as for estimate, or a launch script or arguments.")
     ],
-    gpu: Annotated[str | None, typer.Option(help="GPU type, where CONFIG names none.")] = None,
-    gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of a node, where CONFIG says nothing.")
-    ] = None,
-    world_size: Annotated[
-        int | None, typer.Option(min=1, help="Number of GPUs, where CONFIG says nothing.")
-    ] = None,
+    gpu: GpuOption = None,
+    gpus_per_node: GpusPerNodeOption = None,
+    world_size: WorldSizeOption = None,
     output: Format = OutputFormat.TEXT,
 ) -> None:
     """Say where memory goes, and what each lever would save and cost; a better configuration."""
@@ -361,6 +369,10 @@ def models(output: Format = OutputFormat.TEXT) -> None:
 @app.callback(invoke_without_command=True)
 def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="No progress and notes, only the answer.")
+    ] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="No colours.")] = False,
 ) -> None:
     if version:
         import importlib.metadata
@@ -370,9 +382,14 @@ def _root(
 
 
 def main() -> None:
-    """Entry point: errors that are answers become one line and an exit code."""
+    """Entry point: errors that are answers become one line and an exit code.
+
+    `--quiet` and `--no-color` may stand anywhere, so they are taken before the commands are read.
+    """
+    from tuner.commands.output import take_display_flags
+
     try:
-        app()
+        app(take_display_flags(sys.argv[1:]))
     except (InputError, EnvironmentLacksError) as error:
         print(f"tuner: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -20,13 +20,16 @@ def run_estimate(
     config: Path | None,
     jsonl: Path | None,
     *,
+    run: Mapping[str, Any] | None = None,
     method: str = "dryrun",
     timeline: Path | None = None,
     as_json: bool,
 ) -> int:
     """Estimate and print; 0 where everything fits, 1 where something does not.
 
-    `method` is "dryrun" or "composed"; `timeline` receives the predicted step of CONFIG.
+    `run` holds what the command line says of the run (GPU, number of GPUs), which fills in what
+    CONFIG leaves open. `method` is "dryrun" or "composed"; `timeline` receives the predicted step
+    of CONFIG.
     """
     if (config is None) == (jsonl is None):
         raise InputError("give a CONFIG file or --jsonl FILE", fix="see tuner estimate --help")
@@ -35,7 +38,8 @@ def run_estimate(
     if jsonl is not None:
         return _estimate_lines(jsonl, method)
     assert config is not None
-    document = read_document(config, mcore=mcore_version(), effective=True)
+    given = {name: value for name, value in (run or {}).items() if value is not None}
+    document = given | read_document(config, mcore=mcore_version(), effective=True)
     if timeline is not None:
         write_timeline(document, timeline, where=str(config), base_folder=config.parent)
     answer = estimate_document(
