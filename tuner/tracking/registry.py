@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+_LOG = logging.getLogger(__name__)
 ALIAS = "best"
 _STUDY_TAG = "tuner.study_id"
 _EXPORTS = "exports"
@@ -16,9 +18,17 @@ def register_best(client: MlflowClient, name: str, run_id: str, study_id: str) -
     """Make the run's `exports` folder a version of the registered model `name`, with the alias.
 
     A study has one version however often it is written; the alias moves to the study that ended
-    last. Raises MlflowException where the store has no registry (a plain folder has none before
-    MLflow 3, databases and servers do).
+    last. A store without a registry, or one that refuses, loses nothing else: that is logged.
     """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        _register(client, name, run_id, study_id)
+    except MlflowException as error:
+        _LOG.warning("MLflow did not register the best configuration as %s: %s", name, error)
+
+
+def _register(client: MlflowClient, name: str, run_id: str, study_id: str) -> None:
     from mlflow.exceptions import MlflowException
 
     try:
