@@ -60,12 +60,12 @@ def run_forked(task: AgentTask, on_started: Callable[[], None]) -> list[RankFail
             os.close(rank.port_pipe)
         return _wait(task, {rank.pid: rank for rank in ranks})
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _kill_all([rank.pid for rank in ranks])
         del store
 
 
 def _stop(number: int, frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # once is enough, and the ranks must be ended in peace
     raise StoppedError(signal_text(number))
 
 

@@ -110,12 +110,10 @@ def test_a_rank_that_raises_is_named_with_its_exception(tmp_path: Path, rank_pro
     assert_gone(rank_pids(tmp_path / "out"))
 
 
-def test_a_rank_killed_by_a_signal_is_a_crash_that_names_the_signal(
-    tmp_path: Path, rank_program
-) -> None:
+def test_a_rank_killed_by_a_signal_is_told_from_a_crash(tmp_path: Path, rank_program) -> None:
     module = rank_program("os.kill(os.getpid(), signal.SIGKILL) if rank == 0 else time.sleep(600)")
     result = run_trial(a_spec(), tmp_path / "out", module=module)
-    assert result.outcome is Outcome.CRASHED
+    assert result.outcome is Outcome.KILLED
     assert result.reason.startswith("rank 0: ")
     assert "SIGKILL" in result.reason
 
