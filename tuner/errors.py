@@ -15,7 +15,7 @@ class InputError(ValueError):
         self.message, self.where, self.field, self.fix = message, where, field, fix
         place = ": ".join(part for part in (where, field) if part)
         line = f"{place}: {message}" if place else message
-        super().__init__(f"{line} ({fix})" if fix else line)
+        super().__init__(one_line(f"{line} ({fix})" if fix else line))
 
     def at(self, where: str, field: str = "") -> InputError:
         """The same error with its place in a file: `field` is put before the field it has."""
@@ -27,6 +27,11 @@ class EnvironmentLacksError(RuntimeError):
     """Something the command needs is not on this machine: says what and how to get it (exit 3)."""
 
     exit_code = 3
+
+
+def one_line(text: str) -> str:
+    """`text` with what would break a line or steer a terminal written as escapes."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ into the plain values the rest of the tuner works with. Every field is documente
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -280,10 +280,12 @@ def _input_error(error: ValidationError, where: str) -> InputError:
     location = [part for part in first["loc"] if not _is_union_tag(part)]
     path = ".".join(str(part) for part in location)
     if first["type"] == "extra_forbidden":
-        known = _fields_at(location[:-1])
-        parent = ".".join(str(part) for part in location[:-1])
-        fix = nearest_name(str(location[-1]), known) or f"known keys: {', '.join(known)}"
-        return InputError(f"unknown key '{location[-1]}'", where=where, field=parent, fix=fix)
+        key = str(first["loc"][-1])  # never a tag, whatever it looks like
+        parents = [part for part in first["loc"][:-1] if not _is_union_tag(part)]
+        known = _fields_at(parents)
+        parent = ".".join(str(part) for part in parents)
+        fix = nearest_name(key, known) or f"known keys: {', '.join(known)}"
+        return InputError(f"unknown key '{key}'", where=where, field=parent, fix=fix)
     if first["type"] == "missing":
         return InputError("this field is required", where=where, field=path, fix="add it")
     more = f"; {len(problems) - 1} more problems" if len(problems) > 1 else ""
@@ -300,11 +302,20 @@ def _is_union_tag(part: int | str) -> bool:
 def _fields_at(location: list[int | str]) -> list[str]:
     section: type[BaseModel] = Job
     for part in location:
-        annotation = section.model_fields[str(part)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        field = section.model_fields.get(str(part))
+        inner = _section_of(field.annotation) if field is not None else None
+        if inner is None:
             break
-        section = annotation
+        section = inner
     return list(section.model_fields)
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section an annotation names, also where it may be left out."""
+    for option in get_args(annotation) or (annotation,):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
 
 
 def job_schema() -> dict[str, Any]:

@@ -245,15 +245,15 @@ def load_space(
             read_yaml_mapping(path), where=str(path), base_folder=path.parent, seen=seen
         )
     folder = shipped_folder()
-    path = folder / f"{name}.yaml"
-    if not path.is_file():
-        known = sorted(p.stem for p in folder.glob("*.yaml"))
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in known:
         raise InputError(
             f"there is no search space '{name}'",
             field="space",
             fix=nearest_name(name, known) or f"choose one of {', '.join(known)}, or a .yaml file",
         )
-    return parse_space(read_yaml_mapping(path), where=f"{name}.yaml", seen=seen)
+    path = folder / f"{name}.yaml"
+    return parse_space(read_yaml_mapping(path), where=path.name, seen=seen)
 
 
 def shipped_folder() -> Path:
