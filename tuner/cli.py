@@ -162,7 +162,13 @@ def validate(
 
 @app.command()
 def plan(
-    job: Annotated[Path, typer.Argument(help="Job file, or the name of a shipped job.")],
+    job: Annotated[
+        Path,
+        typer.Argument(
+            help="Job file, or the name of a shipped job; or a Hugging Face config.json, a launch "
+            "script or a configuration."
+        ),
+    ],
     top: Annotated[int, typer.Option(min=1, help="Candidates shown.")] = 10,
     confirm: Annotated[int, typer.Option(min=0, help="Finalists confirmed by full dry runs.")] = 2,
     gpus: Annotated[
@@ -170,6 +176,12 @@ def plan(
     ] = None,
     gpu: Annotated[
         str | None, typer.Option(help="Plan for each of these GPU types, e.g. h100,b200.")
+    ] = None,
+    seq_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence, where JOB is no job file.")
+    ] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of a step, where JOB is no job file.")
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="With --gpus or --gpu: picture of tokens/s over GPUs.")
@@ -188,7 +200,17 @@ def plan(
     request = PlanRequest(top, confirm, workers)
     as_json = output is OutputFormat.JSON
     raise typer.Exit(
-        run_plan(job, request, gpus=gpus, gpu=gpu, plot=plot, html=html, as_json=as_json)
+        run_plan(
+            job,
+            request,
+            gpus=gpus,
+            gpu=gpu,
+            seq_length=seq_length,
+            global_batch_size=global_batch_size,
+            plot=plot,
+            html=html,
+            as_json=as_json,
+        )
     )
 
 

@@ -12,10 +12,12 @@ from tuner.commands.output import console, print_json, working
 from tuner.errors import InputError
 
 if TYPE_CHECKING:
+    from tuner.candidate import Candidate
     from tuner.job import Job
     from tuner.search.planning.front import Ranked
     from tuner.search.planning.plan import Plan
     from tuner.search.planning.workplace import Workplace
+    from tuner.search.validity import ValidityChecker
 
 _GIB = 2**30
 
@@ -35,17 +37,27 @@ def run_plan(
     *,
     gpus: str | None,
     gpu: str | None,
+    seq_length: int | None = None,
+    global_batch_size: int | None = None,
     plot: Path | None,
     html: Path | None,
     as_json: bool,
 ) -> int:
     """Plan and print; 0 where something fits, 1 where nothing does."""
-    from tuner.job import find_job, load_job
+    from tuner.commands.starting import Run, starting_job
 
-    file = find_job(job_path)
-    job = load_job(file)
-    if gpus is None and gpu is None:
-        answer = plan_document(job, request, where=str(file), base_folder=file.resolve().parent)
+    sizes, names = _sizes(gpus) if gpus else [], gpu.split(",") if gpu else []
+    first = (names[0].strip() if names else None, sizes[0] if sizes else None)
+    start = starting_job(job_path, Run(*first, seq_length, global_batch_size))
+    file, job = start.file, start.job
+    if (gpus is None and gpu is None) or (start.made and max(len(sizes), len(names)) <= 1):
+        answer = plan_document(
+            job,
+            request,
+            where=str(file),
+            base_folder=file.resolve().parent,
+            start=start.candidate,
+        )
         if html is not None:
             _write_html(answer, job, file, html)
         if as_json:
@@ -74,9 +86,17 @@ def run_plan(
 
 
 def plan_document(
-    job: Job, request: PlanRequest, *, where: str, base_folder: Path
+    job: Job,
+    request: PlanRequest,
+    *,
+    where: str,
+    base_folder: Path,
+    start: Candidate | None = None,
 ) -> dict[str, Any]:
-    """The document of `tuner plan` for a job. Raises InputError naming what is wrong with it."""
+    """The document of `tuner plan` for a job, with what `start` gives beside its best candidates.
+
+    Raises InputError naming what is wrong with the job.
+    """
     from tuner.cluster.prepared import prepare
     from tuner.search.explain import explain_best
     from tuner.search.planning.machine import workplace_of
@@ -121,6 +141,26 @@ def plan_document(
         "profiled_settings": plan.profiled,
         "explanation": explain_best(plan, place),
         "seconds": plan.seconds,
+        **({} if start is None else {"start": _start(start, place, prepared.checker)}),
+    }
+
+
+def _start(candidate: Candidate, place: Workplace, checker: ValidityChecker) -> dict[str, Any]:
+    """What the configuration that a plan starts from needs, and what is wrong with it."""
+    from tuner.search.planning.estimator import SpaceEstimator
+    from tuner.search.planning.weighing import Scales
+
+    (found,) = Scales(SpaceEstimator(place), checker).figures([candidate])
+    broken = [violation.to_json() for violation in checker.errors(candidate)]
+    known = {"config": candidate.to_flat(), "valid": not broken, "violations": broken}
+    if isinstance(found, str):
+        return {**known, "fits": None, "reason": found}
+    return {
+        **known,
+        "fits": found.fits,
+        "step_time_s": found.step_time_s,
+        "peak_allocated_bytes": int(found.memory_bytes),
+        "limit_bytes": int(found.limit_bytes),
     }
 
 
@@ -310,6 +350,8 @@ def _print_plan(answer: Mapping[str, Any], name: str) -> None:
     )
     for reason, count in answer["not_estimated_because"].items():
         out.print(f"  {count:,} not estimated: {reason}")
+    if "start" in answer:
+        out.print(_start_line(answer["start"], answer["candidates"]))
     if not answer["candidates"]:
         out.print("no candidate fits")
         return
@@ -317,6 +359,20 @@ def _print_plan(answer: Mapping[str, Any], name: str) -> None:
     out.print(_table(answer["pareto"], answer["world_size"], "Pareto front, leanest first"))
     for line in answer["explanation"]["text"]:
         out.print(line)
+
+
+def _start_line(start: Mapping[str, Any], candidates: Sequence[Mapping[str, Any]]) -> str:
+    """The given configuration beside the best one."""
+    parts = [f"invalid ({one['rule']}): {one['message']}" for one in start["violations"]]
+    if start["fits"] is None:
+        return "yours: " + "; ".join([*parts, f"cannot be estimated: {start['reason']}"])
+    parts.append("fits" if start["fits"] else "does not fit")
+    parts.append(f"{start['peak_allocated_bytes'] / _GIB:.1f} GiB")
+    parts.append(f"step {start['step_time_s']:.3f} s")
+    if candidates:
+        best = candidates[0]["estimate"]["step_time_s"]
+        parts.append(f"the best below takes {1 - best / start['step_time_s']:.1%} less")
+    return "yours: " + "; ".join(parts)
 
 
 def _table(documents: Sequence[Mapping[str, Any]], world_size: int, title: str) -> Any:

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from tuner.candidate import Candidate
-from tuner.constraints import Capabilities, check
+from tuner.constraints import Capabilities, Violation, check
 from tuner.search.records import Rejection
 from tuner.search.space import SearchSpace
 
@@ -39,6 +39,11 @@ class ValidityChecker:
         }
 
     def __call__(self, candidate: Candidate) -> Rejection | None:
+        broken = self.errors(candidate)
+        return Rejection(broken[0].rule, broken[0].message) if broken else None
+
+    def errors(self, candidate: Candidate) -> list[Violation]:
+        """The rules that a candidate breaks."""
         result = check(
             self.configuration(candidate),
             mcore=self.mcore,
@@ -46,10 +51,7 @@ class ValidityChecker:
             capabilities=self.capabilities,
             fixes=False,
         )
-        for violation in result.violations:
-            if violation.kind == "error":
-                return Rejection(violation.rule, violation.message)
-        return None
+        return [violation for violation in result.violations if violation.kind == "error"]
 
 
 def why_nothing_is_valid(space: SearchSpace, checker: ValidityChecker) -> str | None:

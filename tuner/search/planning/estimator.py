@@ -16,12 +16,14 @@ from tuner.constraints.view import UNSET
 from tuner.errors import InputError
 from tuner.memory.composition import ProfileSource, index_candidates
 from tuner.memory.composition.index import Index
+from tuner.memory.composition.measure import without_recompute
 from tuner.search.enumeration import ValidCandidates
 from tuner.search.planning.memory_book import MemoryBook, layer_bytes
 from tuner.search.planning.offload import Offload, combined
 from tuner.search.planning.plain import PLAIN_PARTS, PlainBlock
 from tuner.search.planning.time_book import TimeBook
 from tuner.search.planning.workplace import Workplace
+from tuner.timing.rates import Rates
 from tuner.timing.step import BREAKDOWN
 
 if TYPE_CHECKING:
@@ -96,9 +98,13 @@ class SpaceEstimator:
         )
         self.homes: dict[int, Candidate] = {}
 
-    def needed(self, candidates: ValidCandidates) -> list[Candidate]:
-        """Settings to `measure` before candidates like these can be estimated."""
-        anchors = self.memory.prepare(self.settings(candidates))
+    def needed(self, candidates: ValidCandidates, *, exact: bool = False) -> list[Candidate]:
+        """Settings to `measure` before candidates like these can be estimated: a few from which
+        all follow, or with `exact` those of the candidates themselves."""
+        settings = self.settings(candidates)
+        anchors = self.memory.prepare(settings)
+        if exact:
+            anchors = [*settings, *map(without_recompute, settings)]
         for recipe in self.memory.recipes.values():
             self.homes.setdefault(recipe.unchanged.tensor_model_parallel_size, recipe.unchanged)
         offloading = [
@@ -113,6 +119,11 @@ class SpaceEstimator:
         """Profile these settings: their memory and their kernels."""
         self.memory.measure(settings)
         self.time.measure([s for s in settings if not s.fine_grained_activation_offloading])
+
+    def sustain(self, rates: Rates) -> None:
+        """Time candidates with these rates from now on."""
+        self.place = replace(self.place, rates=rates)
+        self.time = self.time.on(self.place.machine)
 
     def settings(self, candidates: ValidCandidates) -> tuple[Candidate, ...]:
         """The settings that these candidates run, offload and graphs left out."""

@@ -1,0 +1,167 @@
+"""The job that `tuner plan` plans: a job file, or one made from a model or an existing command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner.configuration import mcore_version, resolve_model
+from tuner.errors import InputError
+from tuner.files import read_text
+
+if TYPE_CHECKING:
+    from tuner.candidate import Candidate
+    from tuner.job import Job
+
+_LONGEST = 8192
+_STEP_TOKENS = 2**22
+"""Of a step where nothing says how many: what models of some ten billion parameters start with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A job and the file it came from; `made` where that is no job file, with the `candidate` that
+    it holds, if any."""
+
+    job: Job
+    file: Path
+    made: bool = False
+    candidate: Candidate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the command line says of a run: it fills in what a file leaves open."""
+
+    gpu: str | None = None
+    gpus: int | None = None
+    seq_length: int | None = None
+    global_batch_size: int | None = None
+
+
+def starting_job(path: Path, run: Run) -> Start:
+    """The job at `path`: a job file or the name of a shipped job; else one made from a Hugging
+    Face `config.json`, or from a launch script, overrides or configuration as `tuner check` takes.
+
+    Raises InputError naming what is missing.
+    """
+    from tuner.job import find_job, load_job
+
+    file = find_job(path)
+    text = read_text(file)
+    if _is_hugging_face(text):
+        return Start(_model_job(file, run), file, made=True)
+    if file.suffix in (".yaml", ".yml") and _is_job(text):
+        return Start(load_job(file), file)
+    return _existing(file, run)
+
+
+def _is_hugging_face(text: str) -> bool:
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(document, Mapping) and "model_type" in document
+
+
+def _is_job(text: str) -> bool:
+    """Whether a YAML file is meant as a job; one that cannot be read is, so that it is said why."""
+    from tuner.files import parse_yaml_mapping
+
+    try:
+        document = parse_yaml_mapping(text, where="")
+    except InputError:
+        return "--" not in text
+    return "cluster" in document or "config" not in document
+
+
+def _model_job(file: Path, run: Run) -> Job:
+    model = resolve_model({"hf_config": file.name}, file.parent)
+    if run.gpu is None or run.gpus is None:
+        raise InputError(
+            "a model alone does not say what it runs on",
+            where=str(file),
+            fix="give --gpu and --gpus, e.g. --gpu h100 --gpus 64",
+        )
+    longest = min(model.max_position_embeddings or _LONGEST, _LONGEST)
+    seq_length = run.seq_length or longest
+    batch = run.global_batch_size or max(run.gpus, _STEP_TOKENS // seq_length)
+    return _job(
+        file.resolve().parent.name,
+        {"hf_config": file.name},
+        run.gpu,
+        run.gpus,
+        {"seq_length": seq_length, "global_batch_size": batch},
+        {"includes": ["dense" if model.num_moe_experts is None else "moe"]},
+        str(file),
+    )
+
+
+def _existing(file: Path, run: Run) -> Start:
+    from tuner.estimation import EstimateRequest
+    from tuner.formats.reader import read_document
+
+    document = read_document(file, mcore=mcore_version(), effective=True)
+    given = {
+        "gpu": run.gpu,
+        "world_size": run.gpus,
+        "seq_length": run.seq_length,
+        "global_batch_size": run.global_batch_size,
+    }
+    document = {**document, **{name: v for name, v in given.items() if v is not None}}
+    try:
+        if document.get("model") is not None:
+            document["model"] = resolve_model(document["model"], file.parent).to_flat()
+        request = EstimateRequest.from_document(document)
+    except InputError as error:
+        raise error.at(str(file)) from None
+    includes = ["dense" if request.model.num_moe_experts is None else "moe"]
+    job = _job(
+        file.stem,
+        request.model.to_flat(),
+        request.gpu.name,
+        request.world_size,
+        {
+            "seq_length": request.seq_length,
+            "global_batch_size": request.global_batch_size,
+            "precision": "fp32" if request.precision == "fp32" else "bf16",
+        },
+        {"includes": includes},
+        str(file),
+    )
+    searched = {axis.field for axis in job.search_space(file.parent).axes}
+    fixed = {k: v for k, v in request.candidate.extra if k not in searched}
+    space = job.space.model_copy(update={"fixed": fixed})
+    job = job.model_copy(update={"space": space})
+    return Start(job, file, made=True, candidate=request.candidate)
+
+
+def _job(
+    name: str,
+    model: Mapping[str, Any],
+    gpu: str,
+    gpus: int,
+    workload: Mapping[str, Any],
+    space: Mapping[str, Any],
+    where: str,
+) -> Job:
+    from tuner.hardware import get_gpu
+    from tuner.job import parse_job
+
+    per_node = min(gpus, get_gpu(gpu).gpus_per_node)
+    if gpus % per_node:
+        raise InputError(f"{gpus} GPUs are no whole number of nodes of {per_node}", where=where)
+    kept = "".join(c if c.isalnum() or c in "._-" else "-" for c in name).strip("._-")
+    return parse_job(
+        {
+            "name": kept or "plan",
+            "model": dict(model),
+            "cluster": {"gpu": gpu, "gpus_per_node": per_node, "nodes": gpus // per_node},
+            "workload": dict(workload),
+            "space": dict(space),
+        },
+        where=where,
+    )

@@ -1,0 +1,187 @@
+"""One configuration and the levers it has: what each would save and cost, by composed estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tuner.candidate import Candidate
+from tuner.errors import InputError
+from tuner.search.levers import SAVES, Lever, levers
+from tuner.search.planning.estimator import MEMORY_PARTS, TIME_PARTS, SpaceEstimator
+from tuner.search.planning.prior import listed
+from tuner.search.validity import ValidityChecker
+
+_LEAST_SAVED = 0.001  # of the peak: what is less is noise of profiles
+_MOST_TOGETHER = 6
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Estimates of one candidate: bytes on the fullest rank, seconds of a step, and their parts."""
+
+    memory_bytes: float
+    limit_bytes: float
+    step_time_s: float
+    memory_parts: Mapping[str, float]
+    time_parts: Mapping[str, float]
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= self.limit_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """A lever that rules allow, and the configuration after it."""
+
+    lever: Lever
+    candidate: Candidate
+    figures: Figures
+    saved_bytes: float
+    added_s: float
+
+    @property
+    def seconds_per_gib(self) -> float | None:
+        """Seconds of a step for each GiB saved; None where nothing is saved."""
+        if self.saved_bytes <= _LEAST_SAVED * self.figures.memory_bytes:
+            return None
+        return self.added_s / (self.saved_bytes / _GIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """A lever that a rule refuses here, or that cannot be estimated."""
+
+    lever: Lever
+    rule: str | None
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """What a configuration needs, and its levers.
+
+    `savers` come in order of their cost per GiB, `faster` fastest first. `together` are savers that
+    applied one after the other make it fit, with the figures after each.
+    """
+
+    candidate: Candidate
+    figures: Figures
+    savers: tuple[Weighed, ...]
+    faster: tuple[Weighed, ...]
+    without_effect: tuple[Weighed, ...]
+    blocked: tuple[Blocked, ...]
+    together: tuple[Weighed, ...]
+
+    @property
+    def better(self) -> Weighed | None:
+        """The fastest change that fits: faster than the configuration, or fitting where it does
+        not."""
+        fitting = [w for w in (*self.savers, *self.faster, *self.together) if w.figures.fits]
+        best = min(fitting, key=lambda w: w.figures.step_time_s, default=None)
+        if best is None or (self.figures.fits and best.added_s >= 0):
+            return None
+        return best
+
+
+class Scales:
+    """Weighs configurations for one workplace, under the rules."""
+
+    def __init__(self, estimator: SpaceEstimator, checker: ValidityChecker) -> None:
+        self._estimator, self.checker = estimator, checker
+
+    def weigh(self, candidate: Candidate) -> Weighing:
+        """A configuration and its levers. Raises InputError where it cannot be estimated."""
+        allowed: list[tuple[Lever, Candidate]] = []
+        blocked: list[Blocked] = []
+        known = {violation.rule for violation in self.checker.errors(candidate)}
+        for lever in levers(candidate, self._estimator.place.model):
+            changed = lever.applied(candidate)
+            broken = [v for v in self.checker.errors(changed) if v.rule not in known]
+            if broken:
+                blocked.append(Blocked(lever, broken[0].rule, broken[0].message))
+            else:
+                allowed.append((lever, changed))
+        own, *others = self.figures([candidate, *(changed for _, changed in allowed)])
+        if isinstance(own, str):
+            raise InputError(f"cannot be estimated: {own}")
+        weighed = []
+        for (lever, changed), figures in zip(allowed, others, strict=True):
+            if isinstance(figures, str):
+                blocked.append(Blocked(lever, None, figures))
+            else:
+                weighed.append(_weighed(lever, changed, figures, own))
+        savers = [w for w in weighed if w.seconds_per_gib is not None and w.lever.aim == SAVES]
+        savers.sort(key=lambda w: (w.seconds_per_gib or 0.0, -w.saved_bytes))
+        faster = [w for w in weighed if w not in savers and w.added_s < 0]
+        faster.sort(key=lambda w: w.added_s)
+        return Weighing(
+            candidate,
+            own,
+            tuple(savers),
+            tuple(faster),
+            tuple(w for w in weighed if w not in savers and w not in faster),
+            tuple(blocked),
+            tuple(self._together(candidate, own, savers)),
+        )
+
+    def _together(
+        self, candidate: Candidate, own: Figures, savers: Sequence[Weighed]
+    ) -> list[Weighed]:
+        """Savers applied one after the other, cheapest first, until the configuration fits."""
+        if own.fits or any(one.figures.fits for one in savers):
+            return []
+        applied: list[Weighed] = []
+        current, figures = candidate, own
+        for one in savers:
+            if figures.fits or len(applied) >= _MOST_TOGETHER:
+                break
+            changed = one.lever.applied(current)
+            if changed == current or self.checker(changed) is not None:
+                continue
+            (found,) = self.figures([changed])
+            if isinstance(found, str) or found.memory_bytes >= figures.memory_bytes:
+                continue
+            current, figures = changed, found
+            applied.append(_weighed(one.lever, current, figures, own))
+        return applied if figures.fits else []
+
+    def figures(self, candidates: Sequence[Candidate]) -> list[Figures | str]:
+        """Estimates of candidates, or why there are none."""
+        import numpy as np
+
+        block = listed(candidates)
+        self._estimator.measure(self._estimator.needed(block, exact=True))
+        found = self._estimator.estimate(block, beyond_bytes=float("inf"))
+        result: list[Figures | str] = []
+        for row in range(len(candidates)):
+            if not np.isfinite(found.memory_bytes[row]):
+                reasons = self._estimator.estimate(block.take(np.array([row]))).problems
+                result.append(next(iter(reasons), "its memory cannot be composed"))
+            elif not np.isfinite(found.step_time_s[row]):
+                result.append("its step cannot be timed")
+            else:
+                memory = dict(zip(MEMORY_PARTS, found.memory_parts[row].tolist(), strict=True))
+                spent = dict(zip(TIME_PARTS, found.time_parts[row].tolist(), strict=True))
+                result.append(
+                    Figures(
+                        float(found.memory_bytes[row]),
+                        float(found.limit_bytes[row]),
+                        float(found.step_time_s[row]),
+                        memory,
+                        spent,
+                    )
+                )
+        return result
+
+
+def _weighed(lever: Lever, candidate: Candidate, figures: Figures, own: Figures) -> Weighed:
+    return Weighed(
+        lever,
+        candidate,
+        figures,
+        own.memory_bytes - figures.memory_bytes,
+        figures.step_time_s - own.step_time_s,
+    )
