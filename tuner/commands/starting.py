@@ -21,6 +21,17 @@ _STEP_TOKENS = 2**22
 """Of a step where nothing says how many: what models of some ten billion parameters start with."""
 
 
+_OF_THE_LAYOUT = frozenset(
+    (
+        *("overlap_p2p_comm", "batch_p2p_comm", "pipeline_model_parallel_layout"),
+        *("microbatch_group_size_per_vp_stage", "num_layers_in_first_pipeline_stage"),
+        *("num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split"),
+        *("account_for_loss_in_pipeline_split", "data_parallel_sharding_strategy"),
+    )
+)
+"""Fields that follow from the layout of a configuration: other layouts have others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """A job and the file it came from; `made` where that is no job file, with the `candidate` that
@@ -133,7 +144,7 @@ def _existing(file: Path, run: Run) -> Start:
         str(file),
     )
     searched = {axis.field for axis in job.search_space(file.parent).axes}
-    fixed = {k: v for k, v in request.candidate.extra if k not in searched}
+    fixed = {k: v for k, v in request.candidate.extra if k not in searched | _OF_THE_LAYOUT}
     space = job.space.model_copy(update={"fixed": fixed})
     job = job.model_copy(update={"space": space})
     return Start(job, file, made=True, candidate=request.candidate)
