@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_QUIET = "TUNER_QUIET"
+
+
+def take_display_flags(arguments: Sequence[str]) -> list[str]:
+    """The arguments without `--quiet` and `--no-color`, which hold from now on.
+
+    After `--` nothing is taken. Both are kept in the environment, where rich looks for NO_COLOR.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    names = {"--quiet": _QUIET, "--no-color": "NO_COLOR"}
+    for flag in set(arguments[:end]) & set(names):
+        os.environ[names[flag]] = "1"
+    return [one for one in arguments[:end] if one not in names] + list(arguments[end:])
 
 
 def print_json(document: object) -> None:
@@ -17,12 +32,16 @@ def print_json(document: object) -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console that keeps long lines whole where the output is not a terminal."""
+    """A rich console that keeps long lines whole where the output is not a terminal.
+
+    That of stderr says nothing after `--quiet`.
+    """
     from rich.console import Console
 
-    made = Console(stderr=stderr, highlight=False)
+    quiet = stderr and os.environ.get(_QUIET) == "1"
+    made = Console(stderr=stderr, highlight=False, quiet=quiet)
     if not made.is_terminal:
-        made = Console(stderr=stderr, highlight=False, width=200, soft_wrap=True)
+        made = Console(stderr=stderr, highlight=False, quiet=quiet, width=200, soft_wrap=True)
     return made
 
 
