@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,30 +73,7 @@ def enumerate_valid(
     """
     _require_axes(axes, fixed)
     growth = _Growth(axes, fixed, mcore, frontend, capabilities, exclude)
-    blocks = list(growth.blocks(limit=limit))
-    return growth.candidates(blocks[0])
-
-
-def enumerate_blocks(
-    axes: Sequence[Axis],
-    fixed: Mapping[str, object],
-    *,
-    mcore: str = "0.16.1",
-    frontend: str = "mcore",
-    capabilities: Capabilities | None = None,
-    exclude: Sequence[Table] = (),
-    block_rows: int | None = 1 << 20,
-) -> Iterator[Candidates]:
-    """`enumerate_valid` piece by piece: blocks of candidates, grown from at most `block_rows`;
-    one block where that is None.
-
-    Together the blocks are what `enumerate_valid` gives, in its order; `enumerated` is that of the
-    whole space, `expanded` counts up. Raises InputError as `enumerate_valid` does.
-    """
-    _require_axes(axes, fixed)
-    growth = _Growth(axes, fixed, mcore, frontend, capabilities, exclude)
-    for codes in growth.blocks(block_rows=block_rows):
-        yield growth.candidates(codes)
+    return growth.candidates(growth.whole(limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,31 +133,17 @@ class _Growth:
         self._total = _count(axes, self._values, fixed)
         self._expanded = 0
 
-    def blocks(
-        self, *, limit: int | None = None, block_rows: int | None = None
-    ) -> Iterator[dict[str, Any]]:
-        """Codes of valid candidates; in one block where `block_rows` is None."""
-        empty = any(bool(table.broken) for table in self._stages[""])
-        yield from self._grow({}, 0 if empty else 1, 0, limit, block_rows)
+    def whole(self, limit: int | None) -> dict[str, Any]:
+        """Codes of all valid candidates."""
+        return self._grow(len(self._axes), limit)[0]
 
-    def _grow(
-        self,
-        codes: dict[str, Any],
-        rows: int,
-        depth: int,
-        limit: int | None,
-        block_rows: int | None,
-    ) -> Iterator[dict[str, Any]]:
-        for place in range(depth, len(self._axes)):
-            if block_rows is not None and rows > block_rows:
-                for start in range(0, rows, block_rows):
-                    part = {n: code[start : start + block_rows] for n, code in codes.items()}
-                    yield from self._grow(
-                        part, min(block_rows, rows - start), place, limit, block_rows
-                    )
-                return
+    def _grow(self, axes: int, limit: int | None = None) -> tuple[dict[str, Any], int]:
+        """Codes of the first `axes` axes, and how many rows there are."""
+        codes: dict[str, Any] = {}
+        rows = 0 if any(bool(table.broken) for table in self._stages[""]) else 1
+        for place in range(axes):
             codes, rows = self._grown(codes, rows, place, limit)
-        yield codes
+        return codes, rows
 
     def _grown(
         self, codes: dict[str, Any], rows: int, place: int, limit: int | None = None
@@ -201,10 +164,7 @@ class _Growth:
         import numpy as np
 
         first = len(self._axes) - tail
-        codes: dict[str, Any] = {}
-        rows = 0 if any(bool(table.broken) for table in self._stages[""]) else 1
-        for place in range(first):
-            codes, rows = self._grown(codes, rows, place)
+        codes, rows = self._grow(first)
         read: set[str] = set()
         for name, _, condition in self._axes[first:]:
             read |= {*(condition or ()), *(f for t in self._stages[name] for f in t.fields)}
@@ -222,7 +182,7 @@ class _Growth:
         return Factored(self._values, head, group.astype(np.int64), ends, few[_GROUP])
 
     def candidates(self, codes: Mapping[str, Any]) -> Candidates:
-        """A block as candidates."""
+        """Codes of whole candidates as such."""
         import numpy as np
 
         final = {name: np.asarray(code, dtype=np.int32) for name, code in codes.items()}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
-from tuner.constraints.enumeration import enumerate_blocks, enumerate_factored
+from tuner.constraints.enumeration import enumerate_factored, enumerate_valid
 from tuner.constraints.view import UNSET
 from tuner.search.space import Axis, SearchSpace, collect_env
 from tuner.search.spelling import spell_axes
@@ -62,38 +62,24 @@ class ValidCandidates:
 
 def enumerate_space(space: SearchSpace, checker: ValidityChecker) -> ValidCandidates:
     """Every valid candidate of the space at once. Raises InputError as `spell_axes` does."""
-    (whole,) = space_blocks(space, checker, block_rows=None)
-    return whole
-
-
-def space_blocks(
-    space: SearchSpace, checker: ValidityChecker, *, block_rows: int | None = 1 << 18
-) -> Iterator[ValidCandidates]:
-    """The valid candidates of the space in blocks, each grown from at most `block_rows` rows.
-
-    Raises InputError as `spell_axes` does.
-    """
     spelt = spell_axes(space, checker.mcore)
     names = {name for name, _, _ in spelt.axes}
     fixed = {**checker.fixed, "world_size": checker.world_size, **spelt.fixed}
-    combinations = space.combinations()
-    blocks = enumerate_blocks(
+    found = enumerate_valid(
         spelt.axes,
         {name: value for name, value in fixed.items() if name not in names},
         mcore=checker.mcore,
         frontend=checker.frontend,
         capabilities=checker.capabilities,
         exclude=spelt.exclude,
-        block_rows=block_rows,
     )
-    for block in blocks:
-        values, codes = spelt.read(dict(block.values), dict(block.codes))
-        kept = {
-            name: value
-            for name, value in space.fixed.items()
-            if name not in codes and not (name == "env" and spelt.environments)
-        }
-        yield ValidCandidates(values, codes, kept, combinations)
+    values, codes = spelt.read(dict(found.values), dict(found.codes))
+    kept = {
+        name: value
+        for name, value in space.fixed.items()
+        if name not in codes and not (name == "env" and spelt.environments)
+    }
+    return ValidCandidates(values, codes, kept, space.combinations())
 
 
 @dataclass(frozen=True, slots=True)
