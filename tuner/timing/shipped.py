@@ -89,7 +89,8 @@ def fit_hierarchy(observations: Sequence[Observation]) -> dict[tuple[str, str], 
             found[gpu, EVERY] = replace(middle, gpu=gpu)
             for precision, few in _grouped(runs, lambda one: one.precision).items():
                 wider = _wider(middle, _BETWEEN_PRECISIONS, _OF_A_PRECISION)
-                found[gpu, precision] = replace(_fitted(wider, few), gpu=gpu, precision=precision)
+                own = _fitted(wider, few, _OF_A_PRECISION)
+                found[gpu, precision] = replace(own, gpu=gpu, precision=precision)
     return found
 
 
@@ -102,12 +103,15 @@ def documents(calibrations: Mapping[tuple[str, str], Calibration]) -> dict[str, 
     return files
 
 
-def _fitted(prior: Calibration, observations: Sequence[Observation]) -> Calibration:
+def _fitted(
+    prior: Calibration, observations: Sequence[Observation], parameters: Sequence[str] = NAMES
+) -> Calibration:
     from tuner.timing.fitting import fit
     from tuner.timing.observations import predictor
 
     measured = [one.step_time_s for one in observations]
-    return fit(prior, predictor(observations, prior), measured).calibration
+    predict = predictor(observations, prior)
+    return fit(prior, predict, measured, parameters=parameters).calibration
 
 
 def _wider(calibration: Calibration, share: float, names: Sequence[str] = NAMES) -> Calibration:
