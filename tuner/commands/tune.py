@@ -95,7 +95,11 @@ def _review(directory: StudyDirectory, interrupted: bool) -> tuple[str, Sequence
     """Report and exports of the study; a Ctrl-C does not wait for predictions."""
     from tuner.report import hand_over
 
-    handed = hand_over(directory, predictions=not interrupted)
+    try:
+        handed = hand_over(directory, predictions=not interrupted)
+    except (InputError, OSError) as error:
+        console(stderr=True).print(f"no report: {error}; later: tuner report {directory.path}")
+        return "", ()
     return handed.note, handed.paths
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from tuner.errors import InputError
 from tuner.report import charts
-from tuner.report.content import GIB, Report, Row
+from tuner.report.content import GIB, Effect, Report, Row
 from tuner.report.pipeline import pipeline_chart
 
-_RANKS = 32
+_RANKS = 16
+_EFFECTS = 24
 
 
 def render(report: Report) -> str:
@@ -68,7 +69,7 @@ def _charts(report: Report) -> Sequence[tuple[str, str, str]]:
         (
             "What each setting does around the best candidate",
             "Change when one setting has another value; with a star, other settings change too.",
-            charts.changes(report.effects, report.metric),
+            charts.changes(_clearest(report.effects), report.metric),
         ),
         (
             "Step time, predicted and measured",
@@ -155,6 +156,11 @@ def _memory_timeline(rank: Mapping[str, Any] | None) -> str:
         for name in ("allocated", "reserved")
     }
     return charts.lines(series, "event", "GiB", "predicted memory over a step")
+
+
+def _clearest(effects: Sequence[Effect]) -> list[Effect]:
+    """Those of which most can be said: the fewest other fields differ, then the largest."""
+    return sorted(effects, key=lambda one: (one.others, -abs(one.change)))[:_EFFECTS]
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:
