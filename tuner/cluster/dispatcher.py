@@ -14,6 +14,8 @@ from tuner.cluster.waiting import Running, Waiting, WaitingLine
 from tuner.measurement import Outcome, TrialResult
 from tuner.search.records import Proposal
 
+_PATIENCE_S = 60.0
+
 
 class Nodes(Protocol):
     """What the dispatcher needs of a fleet."""
@@ -22,6 +24,8 @@ class Nodes(Protocol):
     def ledger(self) -> Ledger: ...
 
     def refresh(self) -> None: ...
+
+    def tend(self) -> None: ...
 
     def note(self, result: TrialResult, blamed: str | None) -> None: ...
 
@@ -53,6 +57,7 @@ class Dispatcher:
         self._line = WaitingLine()
         self._waiting: dict[int, Flight] = {}
         self._running: dict[int, Flight] = {}
+        self._stuck_since: float | None = None
 
     @property
     def waiting(self) -> int:
@@ -79,7 +84,10 @@ class Dispatcher:
         held = [Running(f.seats, f.started_at + f.expected_s) for f in self._running.values()]
         found = self._line.next(self._nodes.ledger, held, now)
         if found is None:
+            if self._waiting:
+                self._nodes.tend()
             return None
+        self._stuck_since = None
         waiting, seats = found
         flight = replace(self._waiting.pop(waiting.number), seats=seats, started_at=now)
         self._nodes.ledger.take(seats)
@@ -113,7 +121,16 @@ class Dispatcher:
         return replace(result, duration_s=spent_s, evidence=evidence), decision
 
     def give_up(self) -> list[tuple[Flight, TrialResult]]:
-        """Trials that the nodes left can never hold, taken out of line with their results."""
+        """Trials that the nodes left cannot hold, taken out of line with their results.
+
+        For when nothing runs. Nodes have a while to come back: until then the list is empty.
+        """
+        now = self._clock()
+        if self._stuck_since is None:
+            self._stuck_since = now
+            self._nodes.refresh()
+        if now - self._stuck_since < _PATIENCE_S:
+            return []
         self._nodes.refresh()
         out = []
         for waiting in self._line.hopeless(self._nodes.ledger):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from tuner.cluster.ledger import Ledger, Node, Seats
 from tuner.measurement import Outcome, TrialResult
 
 _LOG = logging.getLogger(__name__)
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 300.0
 _CHECK_TIMEOUT_S = 180.0
+_CANCEL_TIMEOUT_S = 40.0
+_LOOK_EVERY_S = 20.0
 _DEATHS = 3  # of a node's agent before the node is set aside
 _STRIKES = 2  # failures blamed on a node that passed its check before it is set aside
 _SLOW_SHARE = {"cuda": 0.7, "cpu": 0.2}
@@ -59,12 +62,14 @@ class Fleet:
         self._deaths: Counter[str] = Counter()
         self._strikes: Counter[str] = Counter()
         self._started = 0
+        self._looked = 0.0
 
     def refresh(self) -> None:
         """Forget nodes and agents that are gone; take in nodes until there are as many as wanted.
 
         Waits for the checks of the nodes that are new.
         """
+        self._looked = time.monotonic()
         alive = {node.name: node for node in self._find_nodes()}
         for name in list(self._agents):
             if name not in alive:
@@ -105,10 +110,18 @@ class Fleet:
             self.refresh()
 
     def cancel(self, number: int, seats: Seats) -> None:
-        """Have the nodes stop a trial whose actor died."""
-        for seat in seats:
-            if seat.node in self._agents:
-                self._agents[seat.node][1].cancel.remote(number)
+        """Have the nodes stop a trial whose actor died; waits until its ranks are gone."""
+        import ray
+
+        names = [seat.node for seat in seats if seat.node in self._agents]
+        stopping = [self._agents[name][1].cancel.remote(number) for name in names]
+        if stopping:
+            ray.wait(stopping, num_returns=len(stopping), timeout=_CANCEL_TIMEOUT_S)
+
+    def tend(self) -> None:
+        """Look for nodes now and then, while there are fewer than wanted."""
+        if len(self._agents) < self._wanted and time.monotonic() - self._looked > _LOOK_EVERY_S:
+            self.refresh()
 
     def close(self) -> None:
         """End all agents, and so every process they started."""
@@ -126,9 +139,23 @@ class Fleet:
         ready, late = ray.wait(list(starting), num_returns=len(starting), timeout=_START_TIMEOUT_S)
         for reference in late:
             self._set_aside(starting[reference].name, "the tuner's process did not start there")
-        healthy = self._checked([starting[reference] for reference in ready])
+        answered = [starting[reference] for reference in ready if self._answered(reference)]
+        for node in starting.values():
+            if node not in answered:
+                self._drop(node.name)  # it may come back, or have died while the agent started
+        healthy = self._checked(answered)
         for node in healthy:
             self.ledger.add(Node(node.name, self._devices, node.domain))
+
+    @staticmethod
+    def _answered(reference: Any) -> bool:
+        import ray
+
+        try:
+            ray.get(reference)
+        except ray.exceptions.RayError:
+            return False
+        return True
 
     def _start(self, node: RayNode) -> tuple[str, Any]:
         import ray

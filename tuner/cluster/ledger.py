@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,10 +20,15 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The devices of one node that a trial has, by their number on the node."""
+    """The devices of one node that a trial has, by their number on the node.
+
+    `entry` counts how often the node had been taken in before: a node that was lost and came back
+    owes nothing to the trials of before.
+    """
 
     node: str
     devices: tuple[int, ...]
+    entry: int = 0
 
 
 Seats = tuple[Seat, ...]
@@ -35,6 +40,7 @@ class Ledger:
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
         self._nodes: dict[str, Node] = {}
         self._free: dict[str, frozenset[int]] = {}
+        self._entries: Counter[str] = Counter()
         for node in nodes:
             self.add(node)
 
@@ -45,8 +51,9 @@ class Ledger:
 
     def remove(self, name: str) -> None:
         """Forget a node that is lost or quarantined; what trials hold of it is not missed."""
-        self._nodes.pop(name, None)
-        self._free.pop(name, None)
+        if name in self._nodes:
+            del self._nodes[name], self._free[name]
+            self._entries[name] += 1
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -61,6 +68,7 @@ class Ledger:
         """A ledger of the same state, for trying out."""
         other = Ledger()
         other._nodes, other._free = dict(self._nodes), dict(self._free)
+        other._entries = self._entries.copy()
         return other
 
     def emptied(self) -> Ledger:
@@ -75,9 +83,9 @@ class Ledger:
             self._free[seat.node] -= frozenset(seat.devices)
 
     def give(self, seats: Seats) -> None:
-        """Free seats; those of a node that is gone are ignored."""
+        """Free seats; those of a node that is gone, or was in between, are ignored."""
         for seat in seats:
-            if seat.node in self._free:
+            if seat.node in self._free and seat.entry == self._entries[seat.node]:
                 self._free[seat.node] |= frozenset(seat.devices)
 
     def find(self, placement: Placement, avoid: frozenset[str] = frozenset()) -> Seats | None:
@@ -96,7 +104,7 @@ class Ledger:
         if not fitting:
             return None
         _, name = min(fitting)
-        return (Seat(name, tuple(sorted(self._free[name])[:count])),)
+        return (self._seat(name, sorted(self._free[name])[:count]),)
 
     def _find_whole(self, placement: Placement, names: Iterable[str]) -> Seats | None:
         each, together = placement.ranks[0], placement.nodes_in_domain
@@ -123,4 +131,7 @@ class Ledger:
             wanted -= len(taken)
         if wanted:
             return None
-        return tuple(Seat(name, tuple(range(each))) for name in chosen)
+        return tuple(self._seat(name, range(each)) for name in chosen)
+
+    def _seat(self, name: str, devices: Iterable[int]) -> Seat:
+        return Seat(name, tuple(devices), self._entries[name])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,15 @@ THREADS = 128
 """Calls served at once; a node of that many one-GPU trials is not built."""
 
 _HEALTH_TIMEOUT_S = 120.0
+_CANCEL_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A trial's latest run on this node."""
+
+    cancel: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class NodeAgent:
@@ -31,7 +41,7 @@ class NodeAgent:
 
         self._trainable, self._device = trainable, device
         self._visible = os.environ.get("CUDA_VISIBLE_DEVICES") or None
-        self._cancelled: dict[int, threading.Event] = {}
+        self._calls: dict[int, _Call] = {}
         self._template = self._make_template()
 
     def ready(self) -> dict[str, Any]:
@@ -50,23 +60,24 @@ class NodeAgent:
         self, config: Mapping[str, Any], node_rank: int, master_addr: str, master_port: int | None
     ) -> dict[str, Any]:
         """Run this node's ranks of a trial; the result's JSON form, also where launching failed."""
-        cancel = self._cancelled.setdefault(config["number"], threading.Event())
+        call = self._calls[config["number"]] = _Call()
         try:
-            result = self._run(config, node_rank, master_addr, master_port, cancel)
+            result = self._run(config, node_rank, master_addr, master_port, call.cancel)
         except OSError as error:
             from trainables.failures import describe_exception, kind_of_failure
 
             text = describe_exception(error)
             result = TrialResult(kind_of_failure(text), f"launch failed: {text}")
         finally:
-            self._cancelled.pop(config["number"], None)
+            call.ended.set()
         return result.to_json()
 
     def cancel(self, number: int) -> None:
-        """Stop a trial's ranks here; its `run` returns once they are gone."""
-        event = self._cancelled.get(number)
-        if event is not None:
-            event.set()
+        """Stop a trial's ranks here, and return once they are gone."""
+        call = self._calls.get(number)
+        if call is not None:
+            call.cancel.set()
+            call.ended.wait(_CANCEL_TIMEOUT_S)
 
     def check(self, devices: int, folder: str) -> dict[str, Any]:
         """Run the health check on all devices of the node; a result's JSON form."""
