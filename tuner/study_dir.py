@@ -3,6 +3,7 @@
 job.yaml      the job as given                  study.json   the study's identity
 study.db      Optuna storage, the only record   mlflow.db    MLflow records (unless remote)
 best.yaml     the best candidate                summary.json everything measured
+calibration.json  the machine's rates as refined by the study's trials
 trials/NNNN/  spec, logs and result of a trial  ray/         Ray Tune's own files
 """
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 from tuner.candidate import Candidate
 from tuner.cluster.prepared import PreparedJob
@@ -14,38 +17,71 @@ from tuner.search.engine import Engine, TrialCosts
 from tuner.search.estimates import no_estimates
 from tuner.search.samplers import RESIDUAL
 
+if TYPE_CHECKING:
+    from tuner.cluster.learning import StudyRates
+    from tuner.search.planning.prior import ComposedEstimator
+    from tuner.search.records import TrialRecord
+
+    Learning = tuple[StudyRates, ComposedEstimator]
+
 _POOL = 4_000  # candidates proposals choose among; a larger space is planned first
 _START_S = 45.0  # of a trial: processes, weights, communicators
 _log = logging.getLogger(__name__)
 
 
-def engine_of(prepared: PreparedJob) -> Engine | None:
-    """What proposes the job's trials; None where an Optuna sampler does.
+class Proposals:
+    """What proposes a job's trials: its `engine`, None where an Optuna sampler does.
+
+    With estimates, `learn` refines them by the trials that have completed.
+    """
+
+    def __init__(self, engine: Engine | None, learning: Learning | None = None) -> None:
+        self.engine, self._learning = engine, learning
+
+    def learn(self, records: Sequence[TrialRecord]) -> None:
+        """Refine the machine's rates, and estimate anew, after trials."""
+        if self.engine is None or self._learning is None:
+            return
+        rates, estimator = self._learning
+        if rates.learn(records):
+            estimator.sustain(rates.calibration.rates)
+            self.engine.reestimate(estimator)
+
+    @property
+    def calibration(self) -> Path | None:
+        """The file of what the study has learned, once there is one."""
+        path = None if self._learning is None else self._learning[0].path
+        return path if path is not None and path.exists() else None
+
+
+def proposals_of(prepared: PreparedJob, folder: Path) -> Proposals:
+    """What proposes the trials of a job whose study is in `folder`.
 
     A space of up to some thousand valid candidates is proposed from whole, of a larger one the best
     by plan. Where estimates cannot be had the reason is logged, and proposals start without them.
     """
     job = prepared.job
     if job.search.sampler != RESIDUAL:
-        return None
+        return Proposals(None)
     costs = TrialCosts(
         prepared.world_size_of,
         _START_S,
         job.trainable.warmup_steps + job.trainable.measure_steps,
     )
     try:
-        return _estimated(prepared, costs)
+        return _estimated(prepared, costs, folder)
     except (InputError, EnvironmentLacksError) as error:
         _log.warning("proposals start without estimates: %s", error)
     limit = job.cluster.memory_limit_gib
     limit_bytes = float("inf") if limit is None else limit * 2**30
-    return Engine(
+    engine = Engine(
         _listed(prepared),
         no_estimates,
         limit_bytes=limit_bytes,
         costs=costs,
         goal=goal_of(prepared),
     )
+    return Proposals(engine)
 
 
 def goal_of(prepared: PreparedJob) -> Goal:
@@ -65,12 +101,14 @@ def goal_of(prepared: PreparedJob) -> Goal:
     return Goal(objective.goal, per_step[objective.maximize] / objective.at_least)
 
 
-def _estimated(prepared: PreparedJob, costs: TrialCosts) -> Engine:
-    from tuner.search.planning.machine import workplace_of
+def _estimated(prepared: PreparedJob, costs: TrialCosts, folder: Path) -> Proposals:
+    from tuner.cluster.learning import StudyRates
+    from tuner.search.planning.machine import calibration_of, workplace_of
     from tuner.search.planning.plan import plan_space
     from tuner.search.planning.prior import ComposedEstimator
 
-    place = workplace_of(prepared)
+    rates = StudyRates(prepared, calibration_of(prepared), folder)
+    place = workplace_of(prepared, rates.calibration)
     estimator = ComposedEstimator(place)
     if prepared.space.combinations() <= _POOL:
         candidates = _listed(prepared)
@@ -79,7 +117,7 @@ def _estimated(prepared: PreparedJob, costs: TrialCosts) -> Engine:
         ends = (*plan.best[:_POOL], *plan.pareto)
         candidates = list({one.candidate.key: one.candidate for one in ends}.values())
     limit = max(place.allocatable_bytes(candidate) for candidate in candidates)
-    return Engine(
+    engine = Engine(
         candidates,
         estimator,
         limit_bytes=limit - prepared.requirements.min_free_bytes,
@@ -87,6 +125,7 @@ def _estimated(prepared: PreparedJob, costs: TrialCosts) -> Engine:
         estimates=estimator(candidates),
         goal=goal_of(prepared),
     )
+    return Proposals(engine, (rates, estimator))
 
 
 def _listed(prepared: PreparedJob) -> list[Candidate]:

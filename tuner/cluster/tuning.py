@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tuner.cluster.attempts import finished_result
 from tuner.cluster.fleet import Fleet, RayNode, ray_nodes
 from tuner.cluster.prepared import PreparedJob
-from tuner.cluster.proposals import engine_of
+from tuner.cluster.proposals import Proposals, proposals_of
 from tuner.cluster.session import devices_per_node, ray_session, signals_stop_tune
 from tuner.errors import EnvironmentLacksError
 from tuner.measurement import Outcome, write_json_atomically
@@ -72,6 +72,7 @@ def run_tuning(
     from tuner.tracking.mlflow_records import default_uri, open_records
 
     job = prepared.job
+    proposals = proposals_of(prepared, directory.path)
     study = open_study(
         directory.storage_url,
         "tuner",
@@ -81,7 +82,7 @@ def run_tuning(
         memory_limit_bytes=_limit_bytes(prepared),
         sampler=job.search.sampler,
         seed=job.search.seed,
-        engine=engine_of(prepared),
+        engine=proposals.engine,
     )
     if resume:
         _settle(study, directory, prepared)
@@ -103,13 +104,21 @@ def run_tuning(
             _fleet(prepared, directory, address, find_nodes) as fleet,
             signals_stop_tune() as stopped,
         ):
-            searcher = _searcher(prepared, directory, study, records, display, fleet)
+            proposals.learn(study.records())
+            searcher = _searcher(prepared, directory, study, records, display, fleet, proposals)
             _fit(searcher, directory)
         reason = f"stopped by {stopped[0]}" if stopped else "the study ended before it ran"
         study.interrupt_running(reason, requeue=False)
         ended_because = "interrupted" if stopped else searcher.ended_because
         return _conclude(
-            prepared, directory, study, records, ended_because, fleet.quarantined, review
+            prepared,
+            directory,
+            study,
+            records,
+            ended_because,
+            fleet.quarantined,
+            review,
+            learned=proposals.calibration,
         )
 
 
@@ -180,6 +189,7 @@ def _searcher(
     records: StudyRecords,
     display: Display,
     fleet: Fleet,
+    proposals: Proposals,
 ) -> StudySearcher:
     from tuner.cluster.dispatcher import Dispatcher
     from tuner.cluster.searcher import Limits, StudySearcher, TrialPlan
@@ -193,6 +203,7 @@ def _searcher(
     def on_end(record: TrialRecord) -> None:
         records.end_trial(record, prepared.world_size_of(record.candidate))
         display.ended(record)
+        proposals.learn([record])
 
     job = prepared.job
     done = [r for r in study.records() if r.outcome != Outcome.INTERRUPTED.value]
@@ -249,6 +260,8 @@ def _conclude(
     ended_because: str,
     quarantined: Mapping[str, str],
     review: Review | None = None,
+    *,
+    learned: Path | None = None,
 ) -> TuningRun:
     """Write the summary and the best candidate, then bring MLflow up to the study."""
     trials = study.records()
@@ -265,6 +278,8 @@ def _conclude(
     summary["quarantined"] = dict(quarantined)
     write_json_atomically(directory.summary_path, summary)
     artifacts = [directory.summary_path, directory.job_path]
+    if learned is not None:
+        artifacts.append(learned)
     best = best_of(trials, metric)
     metrics: dict[str, float] = {"trials": float(len(trials))}
     if best is not None:

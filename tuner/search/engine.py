@@ -71,6 +71,13 @@ class Engine:
         )
         return Proposer(pool, self._goal)
 
+    def reestimate(self, estimator: Estimator) -> None:
+        """Take estimates from here on; what trials showed is compared with these."""
+        self._estimator, self._estimates = estimator, None
+        self.__dict__.pop("_proposer", None)
+        self._rows.clear()
+        self._seen.clear()
+
     def propose(self, records: Sequence[TrialRecord]) -> tuple[Candidate, Choice] | None:
         """The next candidate and what is expected of it; None when none is left."""
         if not self._candidates:

@@ -16,33 +16,24 @@ _GIB = 2**30
 _QUICK = 0.25  # of the time a calibration on request takes; ranks candidates, no more
 
 
-def workplace_of(prepared: PreparedJob, *, where: str = "") -> Workplace:
-    """What a job's space is estimated for.
+def workplace_of(
+    prepared: PreparedJob, calibration: Calibration | None = None, *, where: str = ""
+) -> Workplace:
+    """What a job's space is estimated for; by default with what is known of its machine beforehand.
 
-    Raises InputError where the job runs on GPUs and names none, EnvironmentLacksError where the CPU
-    cannot be measured.
+    Raises what `calibration_of` raises.
     """
     from tuner.hardware import get_gpu
-    from tuner.timing.shipped import precision_key, shipped_calibration
 
     job = prepared.job
     cluster, workload = job.cluster, job.workload
+    calibration = calibration or calibration_of(prepared, where=where)
     cores = None
     if cluster.device == "cpu":
         from tuner.timing.microbench_ranks import cores as count_cores
 
-        calibration = this_cpu()
-        gpu, rates, cores = calibration.measured_device(), calibration.rates, count_cores()
-        assert gpu is not None
-    elif cluster.gpu is None:
-        raise InputError(
-            "estimates need a GPU type", where=where, field="cluster.gpu", fix="name one, e.g. h100"
-        )
-    else:
-        gpu = get_gpu(cluster.gpu)
-        fixed = Candidate.from_flat(prepared.space.fixed)
-        precision = precision_key(fixed, workload.precision)
-        rates = shipped_calibration(gpu.name, precision).rates
+        cores = count_cores()
+    gpu = calibration.measured_device() or get_gpu(calibration.gpu)
     limit = cluster.memory_limit_gib
     return Workplace(
         model=prepared.model,
@@ -52,10 +43,30 @@ def workplace_of(prepared: PreparedJob, *, where: str = "") -> Workplace:
         seq_length=workload.seq_length,
         global_batch_size=workload.global_batch_size,
         precision=workload.precision,
-        rates=rates,
+        rates=calibration.rates,
         cores=cores,
         limit_bytes=None if limit is None else limit * _GIB,
     )
+
+
+def calibration_of(prepared: PreparedJob, *, where: str = "") -> Calibration:
+    """What is known of a job's machine before it ran: measured here, or packaged.
+
+    Raises InputError where the job runs on GPUs and names none, EnvironmentLacksError where the CPU
+    cannot be measured.
+    """
+    from tuner.timing.shipped import precision_key, shipped_calibration
+
+    cluster = prepared.job.cluster
+    if cluster.device == "cpu":
+        return this_cpu()
+    if cluster.gpu is None:
+        raise InputError(
+            "estimates need a GPU type", where=where, field="cluster.gpu", fix="name one, e.g. h100"
+        )
+    fixed = Candidate.from_flat(prepared.space.fixed)
+    precision = precision_key(fixed, prepared.job.workload.precision)
+    return shipped_calibration(cluster.gpu, precision)
 
 
 def this_cpu() -> Calibration:

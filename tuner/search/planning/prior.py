@@ -9,6 +9,7 @@ from tuner.search.enumeration import ValidCandidates
 from tuner.search.estimates import Estimates
 from tuner.search.planning.estimator import MEMORY_PARTS, TIME_PARTS, SpaceEstimator
 from tuner.search.planning.workplace import Workplace
+from tuner.timing.rates import Rates
 
 
 def listed(candidates: Sequence[Candidate]) -> ValidCandidates:
@@ -38,6 +39,10 @@ class ComposedEstimator:
             {name: found.time_parts[:, i] for i, name in enumerate(TIME_PARTS)},
             {name: found.memory_parts[:, i] for i, name in enumerate(MEMORY_PARTS)},
         )
+
+    def sustain(self, rates: Rates) -> None:
+        """Time candidates with these rates from now on."""
+        self._estimator.sustain(rates)
 
     def limit_bytes(self, candidates: Sequence[Candidate]) -> float:
         """What PyTorch may allocate on a GPU beside the smallest fixed costs."""

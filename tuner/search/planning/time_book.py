@@ -70,6 +70,13 @@ class TimeBook:
         self._kernels: dict[Candidate, ModelKernels | InputError] = {}
         self._figures: dict[tuple[Candidate, Graph], UnitFigures] = {}
 
+    def on(self, machine: Machine) -> TimeBook:
+        """The same kernels on another machine."""
+        run = {"seq_length": self._seq_length, "precision": self._precision, **self._run}
+        other = TimeBook(self._model, machine, workers=self._workers, **run)
+        other._kernels = self._kernels
+        return other
+
     @property
     def kinds(self) -> tuple[str, ...]:
         """The unit that each decoder layer of the model is."""
@@ -90,6 +97,8 @@ class TimeBook:
             self._kernels.update(zip(missing, pool.map(self._read, missing), strict=True))
 
     def _read(self, setting: Candidate) -> ModelKernels | InputError:
+        from tuner.memory.worker_pool import DryRunError
+
         try:
             return model_kernels(
                 self._model,
@@ -100,6 +109,8 @@ class TimeBook:
             )
         except InputError as error:
             return error
+        except DryRunError as error:
+            return InputError(f"its dry run failed: {' '.join(str(error).split())[-200:]}")
 
     def figures(self, setting: Candidate, graph: Graph, recipe: Recipe) -> UnitFigures | InputError:
         """Unit times of a setting: its own where its kernels were read, else from its anchors."""
