@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.measurement import Outcome
+from tuner.redaction import redact, redact_value
 from tuner.search.records import RUNNING
+from tuner.tracking.artifacts import clean_copy
 from tuner.tracking.registry import register_best
 from tuner.tracking.spool import Record
 
@@ -58,7 +61,9 @@ class MlflowWriter:
         run_id = self._child(int(record["number"]))
         if run_id is None:
             run_id = self._create(record)
-        params = [Param(name, value) for name, value in record["params"].items()]
+        params = [
+            Param(name, redact_value(value, name)) for name, value in record["params"].items()
+        ]
         self._client.log_batch(run_id, params=params)
 
     def _create(self, record: Record) -> str:
@@ -69,7 +74,7 @@ class MlflowWriter:
             TRIAL_TAG: str(number),
             "outcome": RUNNING,
             "layout": record["layout"],
-            "memory_settings": record["memory_settings"],
+            "memory_settings": redact(record["memory_settings"]),
         }
         run = self._client.create_run(
             self._experiment_id,
@@ -88,10 +93,10 @@ class MlflowWriter:
             return
         self._metrics(run_id, record)
         if record["evidence"]:
-            self._client.log_dict(run_id, dict(record["evidence"]), "evidence.json")
+            self._client.log_dict(run_id, redact_value(record["evidence"]), "evidence.json")
         self._artifacts(run_id, record)
         self._client.set_tag(run_id, "outcome", record["outcome"])
-        self._client.set_tag(run_id, "reason", record["reason"])
+        self._client.set_tag(run_id, "reason", redact(record["reason"]))
         status = _RUN_STATUS.get(record["outcome"], "FAILED")
         self._client.set_terminated(run_id, status, end_time=record["time_ms"])
 
@@ -99,7 +104,7 @@ class MlflowWriter:
         self._metrics(self._parent_run_id, record)
         self._artifacts(self._parent_run_id, record)
         if record.get("note"):
-            self._client.set_tag(self._parent_run_id, "mlflow.note.content", record["note"])
+            self._client.set_tag(self._parent_run_id, "mlflow.note.content", redact(record["note"]))
         if record.get("model"):
             register_best(self._client, record["model"], self._parent_run_id, self._study_id)
         self._client.set_terminated(
@@ -125,11 +130,15 @@ class MlflowWriter:
             self._client.log_batch(run_id, metrics=metrics[start : start + _METRICS_AT_ONCE])
 
     def _artifacts(self, run_id: str, record: Mapping[str, Any]) -> None:
-        for path in record["artifacts"]:
-            if Path(path).is_dir():
-                self._client.log_artifacts(run_id, path, artifact_path=Path(path).name)
-            elif Path(path).exists():
-                self._client.log_artifact(run_id, path)
+        with tempfile.TemporaryDirectory() as folder:
+            for path in map(Path, record["artifacts"]):
+                if not path.exists():
+                    continue
+                copy = clean_copy(path, Path(folder))
+                if copy.is_dir():
+                    self._client.log_artifacts(run_id, str(copy), artifact_path=path.name)
+                else:
+                    self._client.log_artifact(run_id, str(copy))
 
     def _child(self, number: int) -> str | None:
         """The trial's run, from memory or from the store."""
