@@ -10,7 +10,12 @@ from tuner.candidate import Candidate
 from tuner.errors import InputError
 from tuner.memory.composition import Profiles, ProfileSource, StepProfile
 from tuner.memory.composition.index import Index
-from tuner.memory.composition.measure import profile_task, profiles_of, without_recompute
+from tuner.memory.composition.measure import (
+    ProfileTask,
+    profile_task,
+    profiles_of,
+    without_recompute,
+)
 from tuner.models import ModelSpec
 from tuner.search.planning.anchors import Recipe, combine, needed_anchors, recipes
 
@@ -43,7 +48,18 @@ class MemoryBook:
                 places.append(setting)
             except InputError as error:
                 self._measured[setting] = error
-        self._measured.update(zip(places, profiles_of(tasks, workers=self._workers), strict=True))
+        self._measured.update(zip(places, self._profiles(tasks), strict=True))
+
+    def _profiles(self, tasks: Sequence[ProfileTask]) -> list[StepProfile | InputError]:
+        """Profiles of tasks; one whose dry run breaks costs its own setting, not the others."""
+        from tuner.memory.worker_pool import DryRunError
+
+        try:
+            return profiles_of(tasks, workers=self._workers)
+        except DryRunError as error:
+            if len(tasks) == 1:
+                return [InputError(f"its dry run failed: {' '.join(str(error).split())[-200:]}")]
+        return [found for task in tasks for found in self._profiles([task])]
 
     def prepare(self, settings: Sequence[Candidate]) -> list[Candidate]:
         """The anchors of these settings and of the same without recomputation, unmeasured ones."""
