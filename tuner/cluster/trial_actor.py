@@ -84,7 +84,8 @@ def run_on_seats(config: Mapping[str, Any]) -> TrialResult:
     port: int | None = None
     if len(agents) > 1:
         address = seats[0]["address"]
-        port = ray.get(agents[0].free_port.remote())
+        answer: Any = ray.get(agents[0].free_port.remote())
+        port = int(answer)
     references = [
         agent.run.remote(config, node_rank, address, port) for node_rank, agent in enumerate(agents)
     ]

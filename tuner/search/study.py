@@ -36,7 +36,7 @@ from tuner.search.records import (
 from tuner.search.samplers import NumberedChooser, draws_numbers, make_sampler, numbered
 from tuner.search.space import SearchSpace
 from tuner.search.stopping import UNLIKELY
-from tuner.search.store import TrialStore, open_storage
+from tuner.search.store import Entry, TrialStore, open_storage
 
 if TYPE_CHECKING:
     pass
@@ -177,17 +177,30 @@ class TuningStudy:
         return record
 
     def interrupt_running(self, reason: str, *, requeue: bool) -> list[int]:
-        """End every trial still marked running as interrupted; with `requeue` propose it again."""
+        """End every trial still marked running as interrupted; with `requeue` propose it again.
+
+        A trial whose end was noted before its driver was killed ends as it was noted.
+        """
         self._store.refresh()
         numbers = []
         for entry in self._store.entries():
             if entry.finished or entry.waiting:
+                continue
+            if entry.outcome not in (None, RUNNING):
+                self._end_as_noted(entry)
                 continue
             self.tell(entry.number, TrialResult(Outcome.INTERRUPTED, reason))
             if requeue and entry.outcome == RUNNING:
                 self._store.enqueue(entry.params)
             numbers.append(entry.number)
         return numbers
+
+    def _end_as_noted(self, entry: Entry) -> None:
+        noted = entry.attributes
+        if entry.outcome in (REJECTED, DUPLICATE):
+            self._set_aside(entry.number, str(entry.outcome), noted.get("reason", ""))
+        else:
+            self.tell(entry.number, TrialResult.from_json(noted))
 
     def requeue_interrupted(self) -> int:
         """Propose again the interrupted candidates that no later trial has run; how many."""
