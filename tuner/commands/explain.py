@@ -42,16 +42,18 @@ def explain_document(
     document: Mapping[str, Any], *, where: str, base_folder: Path = Path()
 ) -> dict[str, Any]:
     """The document of `tuner explain`. Raises InputError naming the field and the file."""
+    from tuner.commands.starting import with_vocabulary
     from tuner.estimation import EstimateRequest
     from tuner.memory.worker_pool import DryRunError
 
+    document, assumed = with_vocabulary(document)
     try:
         if document.get("model") is not None:
             model = resolve_model(document["model"], base_folder)
             document = {**document, "model": model.to_flat()}
         request = EstimateRequest.from_document(document)
         frontend = str(document.get("frontend") or DEFAULT_FRONTEND)
-        return _explained(request, frontend)
+        return {**_explained(request, frontend), "assumed": assumed}
     except DryRunError as error:
         raise InputError(f"cannot be estimated: {error}", where=where) from None
     except InputError as error:
@@ -191,6 +193,8 @@ def _print(answer: Mapping[str, Any], name: str) -> None:
         f"{answer['limit_bytes'] / _GIB:.1f} GiB on the fullest rank, "
         f"step {answer['step_time_s']:.3g} s"
     )
+    for field, value in answer["assumed"].items():
+        out.print(f"assumed: {field} {value:,}, which the configuration does not say")
     for violation in answer["violations"]:
         out.print(f"[red]invalid[/red] ({violation['rule']}): {violation['message']}")
     held = sorted(answer["memory"].items(), key=lambda item: -item[1])

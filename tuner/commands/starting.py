@@ -21,6 +21,9 @@ _STEP_TOKENS = 2**22
 """Of a step where nothing says how many: what models of some ten billion parameters start with."""
 
 
+_VOCABULARY = 2**17
+"""Words where nothing says how many: of the size that current tokenizers have."""
+
 _OF_THE_LAYOUT = frozenset(
     (
         *("overlap_p2p_comm", "batch_p2p_comm", "pipeline_model_parallel_layout"),
@@ -68,6 +71,23 @@ def starting_job(path: Path, run: Run) -> Start:
     if file.suffix in (".yaml", ".yml") and _is_job(text):
         return Start(load_job(file), file)
     return _existing(file, run)
+
+
+def with_vocabulary(document: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A configuration whose architecture has a vocabulary, and what was assumed for it.
+
+    Launch scripts name a tokenizer instead, which is not read.
+    """
+    config, model = document.get("config"), document.get("model")
+    stated = {**(config if isinstance(config, Mapping) else {}), **_fields(model)}
+    if "num_layers" not in stated or stated.get("vocab_size") or stated.get("padded_vocab_size"):
+        return dict(document), {}
+    assumed = {"vocab_size": _VOCABULARY}
+    return {**document, "config": {**dict(config or {}), **assumed}}, assumed
+
+
+def _fields(model: object) -> Mapping[str, Any]:
+    return model if isinstance(model, Mapping) else {}
 
 
 def _is_hugging_face(text: str) -> bool:
@@ -123,6 +143,7 @@ def _existing(file: Path, run: Run) -> Start:
         "global_batch_size": run.global_batch_size,
     }
     document = {**document, **{name: v for name, v in given.items() if v is not None}}
+    document, _ = with_vocabulary(document)
     try:
         if document.get("model") is not None:
             document["model"] = resolve_model(document["model"], file.parent).to_flat()
