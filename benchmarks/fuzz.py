@@ -212,6 +212,7 @@ class Fuzzer:
     def overrides(self) -> Callable[[], object]:
         """Settings in any form: read, put in canonical form, written in any form."""
         from tuner.candidate import Candidate
+        from tuner.constraints import check
         from tuner.formats import FORMATS, export_document
         from tuner.formats.reader import expand, read_configuration
 
@@ -222,7 +223,7 @@ class Fuzzer:
             document = read_configuration(text, mcore=mcore)
             document = expand(document, mcore=mcore, where="x", base=self._folder, effective=False)
             config = document.get("config", document)
-            if isinstance(config, dict):
+            if isinstance(config, dict) and check(config, mcore=mcore, fixes=False).valid:
                 Candidate.from_flat(config).label(8)
             export_document(document, form, mcore=mcore)
 
