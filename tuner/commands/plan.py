@@ -58,6 +58,7 @@ def run_plan(
             base_folder=file.resolve().parent,
             start=start.candidate,
         )
+        answer["assumed"] = dict(start.assumed)
         if html is not None:
             _write_html(answer, job, file, html)
         if as_json:
@@ -350,6 +351,8 @@ def _print_plan(answer: Mapping[str, Any], name: str) -> None:
     )
     for reason, count in answer["not_estimated_because"].items():
         out.print(f"  {count:,} not estimated: {reason}")
+    for field, value in answer["assumed"].items():
+        out.print(f"assumed: {field} {value:,}, which the configuration does not say")
     if "start" in answer:
         out.print(_start_line(answer["start"], answer["candidates"]))
     if not answer["candidates"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +38,13 @@ _OF_THE_LAYOUT = frozenset(
 @dataclass(frozen=True, slots=True)
 class Start:
     """A job and the file it came from; `made` where that is no job file, with the `candidate` that
-    it holds, if any."""
+    it holds, if any, and the fields that were `assumed`."""
 
     job: Job
     file: Path
     made: bool = False
     candidate: Candidate | None = None
+    assumed: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def _existing(file: Path, run: Run) -> Start:
         "global_batch_size": run.global_batch_size,
     }
     document = {**document, **{name: v for name, v in given.items() if v is not None}}
-    document, _ = with_vocabulary(document)
+    document, assumed = with_vocabulary(document)
     try:
         if document.get("model") is not None:
             document["model"] = resolve_model(document["model"], file.parent).to_flat()
@@ -168,7 +169,7 @@ def _existing(file: Path, run: Run) -> Start:
     fixed = {k: v for k, v in request.candidate.extra if k not in searched | _OF_THE_LAYOUT}
     space = job.space.model_copy(update={"fixed": fixed})
     job = job.model_copy(update={"space": space})
-    return Start(job, file, made=True, candidate=request.candidate)
+    return Start(job, file, made=True, candidate=request.candidate, assumed=assumed)
 
 
 def _job(
