@@ -185,3 +185,21 @@ def test_flexible_dispatchers_send_a_token_once_to_each_rank():
     copies = spent(unit(exchange), Candidate.from_flat({"expert_model_parallel_size": 8}))
     once = spent(unit(exchange), Candidate.from_flat(flat))
     assert 0.5 < once["expert"] / copies["expert"] < 0.8  # 5.25 of 8 ranks for 8 of 64 experts
+
+
+def test_combined_passes_cost_the_host_time_for_each_of_their_nodes():
+    small = unit(*[product(64, 64, 64)] * 5)
+    plain = spent(small)
+    combined = spent(small, Candidate.from_flat({"overlap_moe_expert_parallel_comm": True}))
+    whole = Candidate.from_flat(
+        {"overlap_moe_expert_parallel_comm": True, "cuda_graph_impl": "full_iteration"}
+    )
+    assert combined["host"] - plain["host"] == pytest.approx(2 * RATES.host_node_s, rel=0.1)
+    assert spent(small, whole)["host"] == 0.0
+
+
+def test_routing_by_data_makes_the_busiest_experts_decide():
+    experts = unit(product(4096, 4096, 4096, batch=8, kind="grouped_gemm"))
+    by_data = spent(experts)
+    forced = spent(experts, Candidate.from_flat({"moe_router_force_load_balancing": True}))
+    assert by_data["compute"] == pytest.approx(RATES.routing * forced["compute"], rel=0.01)
