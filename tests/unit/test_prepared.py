@@ -110,3 +110,9 @@ def test_the_large_shipped_spaces_hold_valid_candidates(model):
         space={"includes": [space]},
     )
     assert job.model.name == model
+
+
+def test_a_placeholder_no_trial_could_fill_in_is_found_before_any_runs():
+    command = {"launch": ["train.sh", "{micro_batch_sise}"]}
+    with pytest.raises(InputError, match=r"launch: .*did you mean 'micro_batch_size'"):
+        prepared(trainable={"name": "command", "command": command})

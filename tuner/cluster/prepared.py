@@ -139,6 +139,7 @@ def prepare(job: Job, *, where: str, base_folder: Path) -> PreparedJob:
         where,
         "",
     )
+    _check_command(job, space, where)
     mcore = installed_mcore()
     checker = ValidityChecker(
         fixed={
@@ -160,6 +161,21 @@ def prepare(job: Job, *, where: str, base_folder: Path) -> PreparedJob:
     for position, flat in enumerate(job.search.start):
         _check_start(prepared, flat, where, f"search.start[{position}]")
     return prepared
+
+
+def _check_command(job: Job, space: SearchSpace, where: str) -> None:
+    """Refuse placeholders of a launch command that no trial could fill in."""
+    if job.trainable.command is None:
+        return
+    from trainables.command.template import TemplateError, check_names
+    from tuner.constraints.fields import catalogue
+    from tuner.models import MODEL_FIELDS
+
+    fields = {*catalogue(), *MODEL_FIELDS, *space.fixed, *(axis.field for axis in space.axes)}
+    try:
+        check_names(job.trainable.command.launch, fields)
+    except TemplateError as error:
+        raise InputError(str(error), where=where, field="trainable.command.launch") from None
 
 
 def _with_plain_start(
