@@ -54,11 +54,16 @@ def running(study: Path) -> list[Path]:
     return [p for p in study.glob("trials/*") if not (p / "result.json").exists()]
 
 
-def agents() -> list[psutil.Process]:
+def agents(nodes) -> list[psutil.Process]:
+    """Agents on these nodes: other tests may run theirs on this machine at the same time."""
+    raylets = {
+        started.process.pid for node in nodes for started in node.all_processes.get("raylet", [])
+    }
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::NodeAgent"):
+            name = process.cmdline()[:1]
+            if process.ppid() in raylets and name and name[0].startswith("ray::NodeAgent"):
                 found.append(process)
     return found
 
@@ -71,7 +76,6 @@ def study(tmp_path_factory):
     folder = tmp_path_factory.mktemp("losses")
     (folder / "job.yaml").write_text(yaml.safe_dump(JOB))
     study = folder / "study"
-    before = {process.pid for process in agents()}
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     workers = [nodes.add_node(num_cpus=1) for _ in range(3)]  # one to spare
     at = ["--address", nodes.address]
@@ -81,14 +85,15 @@ def study(tmp_path_factory):
         kept = finished(study)
         first.send_signal(signal.SIGKILL)
         first.wait()
-        wait_for(lambda: {process.pid for process in agents()} <= before, 60)
+        wait_for(lambda: not agents(workers), 60)
 
         second = subprocess.Popen([*TUNER, "tune", "--resume", study, *at])
         wait_for(lambda: len(finished(study)) > len(kept) and running(study))
-        next(process for process in agents() if process.pid not in before).kill()
+        known = agents(workers)
+        known[0].kill()
         nodes.remove_node(workers[0])
         assert second.wait(timeout=400) == 0
-        left = {process.pid for process in agents()} - before
+        left = {process.pid for process in [*known, *agents(workers[1:])] if process.is_running()}
     finally:
         nodes.shutdown()
     return study, kept, left

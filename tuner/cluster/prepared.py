@@ -139,6 +139,7 @@ def prepare(job: Job, *, where: str, base_folder: Path) -> PreparedJob:
         where,
         "",
     )
+    _check_axes(space, where)
     _check_command(job, space, where)
     mcore = installed_mcore()
     checker = ValidityChecker(
@@ -161,6 +162,18 @@ def prepare(job: Job, *, where: str, base_folder: Path) -> PreparedJob:
     for position, flat in enumerate(job.search.start):
         _check_start(prepared, flat, where, f"search.start[{position}]")
     return prepared
+
+
+def _check_axes(space: SearchSpace, where: str) -> None:
+    """Refuse fields that no Megatron-Core has: every candidate with them would be invalid."""
+    from tuner.constraints.fields import catalogue
+    from tuner.errors import nearest_name
+
+    known = catalogue()
+    for name in (*(axis.field for axis in space.axes), *space.fixed):
+        if name not in known and name != "world_size" and not name.startswith("env."):
+            hint = nearest_name(name, known) or "see tuner job-schema"
+            raise InputError(f"there is no field '{name}'", where=where, field="space", fix=hint)
 
 
 def _check_command(job: Job, space: SearchSpace, where: str) -> None:

@@ -129,7 +129,7 @@ def _print_verdict(answer: Mapping[str, Any], name: str, mcore: str, frontend: s
                 style=_STYLES[violation["kind"]],
             )
         out.print(table)
-    if "fix" in answer:
+    if "fix" in answer and not answer["valid"]:
         out.print(f"fix: {_fix_text(answer['fix'].get('changes')) or 'none found'}")
 
 

@@ -20,6 +20,7 @@ def run_export(
 
     mcore = mcore or mcore_version()
     document, path = load_source(source, mcore)
+    _refuse_impossible_values(document, mcore, path)
     exported = export_document(document, to, mcore=mcore, where=str(path), base_folder=path.parent)
     for name, reason in (exported.left_out or {}).items():
         print(f"tuner: not expressed: {name}: {reason}", file=sys.stderr)
@@ -30,6 +31,23 @@ def run_export(
     elif output is None:
         print(exported.text, end="")
     return 1 if exported.left_out else 0
+
+
+def _refuse_impossible_values(document: Mapping[str, Any], mcore: str, path: Path) -> None:
+    """Raise InputError for a value that no version of its field can have."""
+    from tuner.configuration import full_configuration
+    from tuner.constraints import check
+
+    env = document.get("env")
+    if env is not None and not isinstance(env, Mapping):
+        raise InputError("is not a mapping of variables to values", where=str(path), field="env")
+    fields = full_configuration(document, mcore=mcore, where=str(path), base_folder=path.parent)
+    for violation in check(fields, mcore=mcore).errors:
+        if violation.rule in _TYPE_RULES:
+            raise InputError(violation.message, where=str(path))
+
+
+_TYPE_RULES = ("T01", "T02")
 
 
 def load_source(source: Path, mcore: str) -> tuple[Mapping[str, Any], Path]:

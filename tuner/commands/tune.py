@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +31,9 @@ def run_tune(
     prepared, directory = open_run(job_path, study, resume, trials)
     err = console(stderr=True)
     err.print(f"study {directory.path}: {prepared.job.name}, model {prepared.model.name}")
-    ended = run_study(prepared, directory, address, resume=resume is not None)
+    # Ray prints what befalls its processes on standard output, which is for the answer.
+    with contextlib.redirect_stdout(sys.stderr):
+        ended = run_study(prepared, directory, address, resume=resume is not None)
     if as_json:
         print_json(ended.summary)
     else:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tuner.candidate import DEFAULTS
 from tuner.errors import InputError
-from tuner.files import parse_yaml_mapping, read_text
+from tuner.files import MAX_BYTES, parse_yaml_mapping, read_text
 from tuner.formats import shell
 from tuner.formats.bridge_reader import SECTIONS, is_override, read_nested, read_overrides
 from tuner.formats.megatron_reader import (
@@ -41,7 +41,7 @@ def read_document(path: Path, *, mcore: str, effective: bool = False) -> dict[st
     import sys
 
     where = "standard input" if str(path) == "-" else str(path)
-    text = sys.stdin.read() if str(path) == "-" else read_text(path)
+    text = sys.stdin.read(MAX_BYTES) if str(path) == "-" else read_text(path)
     document = read_configuration(text, mcore=mcore, where=where, effective=effective)
     return expand(document, mcore=mcore, where=where, base=path.parent, effective=effective)
 

@@ -11,6 +11,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}?")
 _OPERATORS = frozenset((";", "&&", "||", "|", "&"))
 _MAX_DEPTH = 20
+_MAX_CHARACTERS = 1_000_000  # of a variable
 
 
 def exports(env: Mapping[str, str]) -> list[str]:
@@ -106,6 +107,8 @@ def _read_line(line: str, script: Script) -> None:
         name = match[1]
         previous = script.variables.get(name, []) if match[2] else []
         joined = " ".join([*previous, *values])
+        if len(joined) > _MAX_CHARACTERS:
+            raise ValueError(f"the variable {name} grows beyond measure")
         script.variables[name] = joined.split() if " " in joined else [joined]
         if exported or len(words) > 1:
             script.env[name] = joined
