@@ -73,7 +73,7 @@ def test_records_of_an_outage_arrive_once_in_order_with_their_true_times(server,
     records.start_trial(0, a_record(0).candidate, 1)
     assert records._spool.drained(60)
     server.down()
-    before = time.time() * 1000
+    before = int(time.time() * 1000)
     records.end_trial(a_record(0), 1)
     records.end_trial(a_record(1), 1)
     during = time.time() * 1000
