@@ -197,7 +197,7 @@ def _plan(key: Same, forward: bool, around: Surroundings) -> _Plan:
     launches = _launches(log)
     for exchange in exchanges:
         if _in_ring(exchange, around):
-            launches[exchange.partner] += exchange.size  # a product and its transfers, each step
+            launches[exchange.partner] += _RING_LAUNCH * exchange.size
     return _Plan(
         kept=kept,
         launched=launched,
@@ -336,6 +336,10 @@ def _exposed(
         return seconds
     return seconds - hidden + rates.contention * hidden
 
+
+_RING_LAUNCH = 0.25
+"""Host work of a ring's step against a launch from Python: a product, two transfers and an event,
+some 2 us each, in one call into C++ (CommOverlapP2PBase `split_overlap_ag`, `split_overlap_rs`)."""
 
 _RING_STEP = 0.5
 """Share of a collective's fixed time that each further step of a ring of userbuffers takes."""
