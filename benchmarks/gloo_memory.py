@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -240,9 +239,14 @@ def _measure_in(folder: Path) -> None:
         import trainables.megatron_core.model
         import trainables.megatron_core.schedule  # noqa: F401
     results = []
+    from trainables.processes import free_port
+
     for number, trial in enumerate(trials):
+        port = str(free_port("127.0.0.1"))
         os.environ.update(
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), GLOO_SOCKET_IFNAME="lo"
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+            GLOO_SOCKET_IFNAME="lo",
         )
         files = [folder / f"{number}-{rank}.json" for rank in range(trial["world_size"])]
         children = []
@@ -294,13 +298,6 @@ def _bytes_of_two_steps(trial: Mapping[str, Any]) -> dict[str, int]:
             tracker.reset_peak()
             step(2)
         return {"static_bytes": tracker.current_bytes, "peak_bytes": tracker.peak_bytes}
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

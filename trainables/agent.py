@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,11 +71,22 @@ def run_ranks(task: AgentTask) -> list[RankFailure]:
     return []
 
 
-def write_failures(task: AgentTask, failures: list[RankFailure]) -> None:
-    """Leave the node's failures where `trainables.launch` looks for them."""
+def launched(task: AgentTask, run: Callable[[], list[RankFailure]]) -> int:
+    """Run a node's ranks to their end, and leave failures where `trainables.launch` looks for them.
+
+    The launcher's own failures, before or beside the ranks (rendezvous, ports, file system, a stop
+    signal), count as one. Gives the exit code.
+    """
+    try:
+        failures = run()
+    except Exception as error:
+        failures = [RankFailure(0, f"launcher: {describe_exception(error)}", time.time(), 1)]
+    if not failures:
+        return 0
     write_json_atomically(
         Path(task.output_dir) / FAILURES_FILE, [failure.to_json() for failure in failures]
     )
+    return 1
 
 
 def _rank_failure(rank: int, failure: Any) -> RankFailure:  # ProcessFailure
@@ -91,15 +103,7 @@ def main() -> int:
     task = AgentTask(**json.loads(sys.argv[1]))
     os.environ[AGENT_PID_VARIABLE] = str(os.getpid())
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_SHUTDOWN_TIMEOUT_S)
-    try:
-        failures = run_ranks(task)
-    except Exception as error:
-        # Before any rank ran: rendezvous, ports, file system.
-        failures = [RankFailure(0, f"launcher: {describe_exception(error)}", time.time(), 1)]
-    if not failures:
-        return 0
-    write_failures(task, failures)
-    return 1
+    return launched(task, lambda: run_ranks(task))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ the node; how slow is too slow is for the caller to say, who knows the other nod
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -15,9 +14,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from trainables.error_file import recording_errors
-from trainables.processes import die_with_parent, leave
-from tuner.measurement import Outcome, TrialResult, TrialSpec, write_json_atomically
+from trainables.processes import die_with_parent
+from trainables.rank_program import run_program
+from tuner.measurement import (
+    RESULT_FILE,
+    Outcome,
+    TrialResult,
+    TrialSpec,
+    write_json_atomically,
+)
 
 _SIZES = {"cpu": (256, 1 << 22, 1 << 20), "cuda": (8192, 1 << 28, 1 << 26)}
 """By device: rows of the square matrices, bytes copied, bytes reduced."""
@@ -28,12 +33,7 @@ _JOIN_TIMEOUT_S = 60.0
 def main() -> None:
     """Check this rank's device together with the others; the first rank writes the result."""
     die_with_parent()
-    parser = argparse.ArgumentParser(prog="trainables.health", description=__doc__)
-    parser.add_argument("--spec", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
-    recording_errors(check_rank)(arguments.spec, arguments.output)
-    leave(0)
+    run_program("trainables.health", __doc__, check_rank)
 
 
 def check_rank(spec_file: Path, output_dir: Path) -> None:
@@ -53,7 +53,7 @@ def check_rank(spec_file: Path, output_dir: Path) -> None:
     if int(os.environ["RANK"]) == 0:
         health = dict(zip(rates, (round(value, 3) for value in slowest.tolist()), strict=True))
         result = TrialResult(Outcome.COMPLETED, evidence={"health": health})
-        write_json_atomically(output_dir / "result.json", result.to_json())
+        write_json_atomically(output_dir / RESULT_FILE, result.to_json())
     torch.distributed.destroy_process_group()
 
 

@@ -19,13 +19,17 @@ from trainables.failures import RankFailure
 from trainables.processes import stop_family, stop_marked
 from trainables.progress import Watch
 from trainables.stacks import describe_hang
-from tuner.measurement import Outcome, TrialResult, TrialSpec, write_json_atomically
+from tuner.measurement import (
+    RESULT_FILE,
+    SPEC_FILE,
+    Outcome,
+    TrialResult,
+    TrialSpec,
+    write_json_atomically,
+)
 
 if TYPE_CHECKING:
     from trainables.warm import Template, WarmLauncher
-
-SPEC_FILE = "spec.json"
-RESULT_FILE = "result.json"
 
 _POLL_S = 0.05
 

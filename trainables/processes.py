@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import threading
 from typing import NoReturn
@@ -27,11 +28,18 @@ def die_with_parent() -> None:
         return
     # A hung rank is asked for its stacks before it is killed.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    tell_when_parent_ends(signal.SIGKILL)
+
+
+def tell_when_parent_ends(number: int) -> None:
+    """Have the kernel send this process signal `number` when its parent ends (Linux only)."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     expected = os.environ.get(AGENT_PID_VARIABLE)
     if expected is not None and os.getppid() != int(expected):
         # The parent ended before the request above.
-        os._exit(1)
+        os.kill(os.getpid(), number)
 
 
 def leave(exit_code: int) -> NoReturn:
@@ -99,11 +107,8 @@ def stop_marked(agent_pid: int, *, spare: int | None = None) -> None:
     psutil.wait_procs(found, timeout=_STOP_WAIT_S)
 
 
-def tell_when_parent_ends(number: int) -> None:
-    """Have the kernel send this process signal `number` when its parent ends (Linux only)."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    expected = os.environ.get(AGENT_PID_VARIABLE)
-    if expected is not None and os.getppid() != int(expected):
-        os.kill(os.getpid(), number)
+def free_port(host: str = "") -> int:
+    """A TCP port that was free a moment ago, on every address or on that of `host`."""
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        return int(listener.getsockname()[1])

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tuner.measurement import write_json_atomically
+
 PROGRESS_FILE = "progress-{node_rank}.json"
 HANG_MULTIPLE = 10.0
 """A step may take this many times the longest step seen before the trial counts as hung."""
@@ -22,10 +24,10 @@ def write_progress(output_dir: Path, node_rank: int, phase: str, steps: int) -> 
 
     Called by one process of a node. Replaced, not rewritten: a reader sees a whole document.
     """
-    path = output_dir / PROGRESS_FILE.format(node_rank=node_rank)
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps({"phase": phase, "steps": steps, "time_s": time.time()}))
-    temporary.replace(path)
+    write_json_atomically(
+        output_dir / PROGRESS_FILE.format(node_rank=node_rank),
+        {"phase": phase, "steps": steps, "time_s": time.time()},
+    )
 
 
 @dataclass(slots=True)

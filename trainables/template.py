@@ -16,12 +16,10 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from typing import Any, NoReturn
 
-from trainables.agent import AgentTask, write_failures
-from trainables.failures import RankFailure, describe_exception
+from trainables.agent import AgentTask, launched
 from trainables.forked import run_forked
 from trainables.processes import AGENT_PID_VARIABLE, leave
 
@@ -89,14 +87,7 @@ def _be_launcher(owner: socket.socket, request: dict[str, Any]) -> NoReturn:
 
 def _launch(task: AgentTask, owner: socket.socket) -> int:
     watcher = threading.Thread(target=_die_with, args=(owner,), daemon=True)
-    try:
-        failures = run_forked(task, on_started=watcher.start)
-    except Exception as error:
-        # Before or beside the ranks: ports, file system, a stop signal.
-        failures = [RankFailure(0, f"launcher: {describe_exception(error)}", time.time(), 1)]
-    if failures:
-        write_failures(task, failures)
-    return 1 if failures else 0
+    return launched(task, lambda: run_forked(task, on_started=watcher.start))
 
 
 def _die_with(owner: socket.socket) -> None:

@@ -16,6 +16,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+SPEC_FILE = "spec.json"
+RESULT_FILE = "result.json"
+"""Files of a trial's folder: what it was asked to run, and how it ended."""
+
 
 class Outcome(str, enum.Enum):
     """How a trial ended. Every trial has exactly one."""

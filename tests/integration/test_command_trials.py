@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 import trainables
+from trainables.processes import free_port
 from tuner.measurement import Outcome, TrialSpec
 
 pytestmark = pytest.mark.slow
@@ -76,7 +77,7 @@ def a_spec(folder: Path, body: str = "", *more: str, per: str = "node") -> Trial
 
 def test_two_nodes_run_one_command_each_and_report_together(tmp_path: Path) -> None:
     spec = a_spec(tmp_path)
-    place = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": _free_port()}
+    place = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": free_port("127.0.0.1")}
     results: dict[int, object] = {}
 
     def node(number: int) -> None:
@@ -156,11 +157,3 @@ def _runs(process: psutil.Process, folder: Path) -> bool:
     return (
         str(folder / "train.py") in (process.info["cmdline"] or []) and process.status() != "zombie"
     )
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

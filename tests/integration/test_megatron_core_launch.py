@@ -19,8 +19,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainables.launch import AGENT_LOG_FILE, RESULT_FILE, run_trial
-from tuner.measurement import Outcome, TrialResult, TrialSpec
+from trainables.launch import AGENT_LOG_FILE, run_trial
+from trainables.processes import free_port
+from tuner.measurement import RESULT_FILE, Outcome, TrialResult, TrialSpec
 
 pytestmark = pytest.mark.slow
 
@@ -250,7 +251,7 @@ def test_two_nodes_join_one_job(tmp_path: Path, rank_program) -> None:
         torch.distributed.destroy_process_group()
         """
     )
-    with_port = _free_port()
+    with_port = free_port("127.0.0.1")
     results: dict[int, TrialResult] = {}
 
     def node(node_rank: int) -> None:
@@ -269,11 +270,3 @@ def test_two_nodes_join_one_job(tmp_path: Path, rank_program) -> None:
     for thread in threads:
         thread.join(timeout=300)
     assert [results[rank].reason for rank in range(2)] == ["sum 1", "sum 1"]
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

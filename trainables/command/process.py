@@ -7,17 +7,13 @@ on where the command's own ranks meet, and to put their figures together.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import traceback
-import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,20 +24,19 @@ from typing import IO, Any
 from trainables.command.result import CommandReport, trial_result
 from trainables.command.template import Site, expand
 from trainables.device_memory import PeakSampler, devices_used_bytes, family_peak_rss_bytes
-from trainables.error_file import recording_errors
 from trainables.failures import is_out_of_memory
 from trainables.logs import MEGATRON_PATTERNS, LogReader
 from trainables.processes import (
     AGENT_PID_VARIABLE,
-    leave,
+    free_port,
     stop_marked,
     tell_when_parent_ends,
 )
 from trainables.progress import write_progress
-from tuner.measurement import TrialSpec, write_json_atomically
+from trainables.rank_program import report_result, run_program
+from tuner.measurement import TrialSpec
 from tuner.redaction import redact
 
-RESULT_FILE = "result.json"
 OUTPUT_FILE = "command-{rank}.log"
 
 _KEPT_LINES = 400
@@ -55,17 +50,7 @@ class CommandFailedError(RuntimeError):
 
 def main() -> None:
     """Run the command of `--spec`'s trial; the first process of each node writes the result."""
-    parser = argparse.ArgumentParser(prog="trainables.command", description=__doc__)
-    parser.add_argument("--spec", type=Path, required=True, help="JSON file of a TrialSpec")
-    parser.add_argument("--output", type=Path, required=True, help="directory for result.json")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    try:
-        recording_errors(run)(arguments.spec, arguments.output)
-    except Exception:
-        traceback.print_exc()
-        leave(1)
-    leave(0)
+    run_program("trainables.command", __doc__, run)
 
 
 def run(spec_file: Path, output_dir: Path) -> None:
@@ -76,9 +61,7 @@ def run(spec_file: Path, output_dir: Path) -> None:
         site = _site(spec, output_dir)
         report = _report(spec, site, output_dir)
         result = trial_result(spec, _gathered(report))
-    if site.local_rank == 0:
-        write_json_atomically(output_dir / RESULT_FILE, result.to_json())
-        print(f"{result.outcome}: {result.reason}" if result.reason else result.outcome)
+    report_result(result, output_dir)
 
 
 def _stop_the_command_when_told() -> None:
@@ -109,7 +92,7 @@ def _site(spec: TrialSpec, output_dir: Path) -> Site:
     processes, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     local_rank = int(os.environ["LOCAL_RANK"])
     nnodes = processes if per_node else processes // int(os.environ["LOCAL_WORLD_SIZE"])
-    endpoint = _shared(_free_port() if rank == 0 else None)
+    endpoint = _shared(free_port() if rank == 0 else None)
     return Site(
         nnodes=nnodes,
         node_rank=rank if per_node else int(os.environ["GROUP_RANK"]),
@@ -138,12 +121,6 @@ def _gathered(report: CommandReport) -> list[CommandReport]:
     reports = [report] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(reports, report)
     return reports
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 def _report(spec: TrialSpec, site: Site, output_dir: Path) -> CommandReport:

@@ -6,7 +6,6 @@ callbacks runs to its end, and its log lines are read instead.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import io
@@ -14,26 +13,23 @@ import json
 import math
 import os
 import sys
-import traceback
-import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainables.error_file import recording_errors
 from trainables.logs import MEGATRON_PATTERNS, LogFigures, LogReader, merged
 from trainables.megatron_bridge.callback import MeasuredEnough, Meter, StepRecorder
 from trainables.megatron_bridge.meters import CpuMeter, CudaMeter
 from trainables.megatron_bridge.recipe import load_recipe, missing_environment
 from trainables.megatron_bridge.settings import configure
 from trainables.megatron_core.report import RankReport, package_versions, result_from_reports
-from trainables.processes import die_with_parent, leave
+from trainables.processes import die_with_parent
 from trainables.progress import write_progress
-from tuner.measurement import Outcome, TrialResult, TrialSpec, write_json_atomically
+from trainables.rank_program import report_result, run_program
+from tuner.measurement import Outcome, TrialResult, TrialSpec
 
-RESULT_FILE = "result.json"
 _RESTARTED = "TRIAL_RECIPE_ENVIRONMENT_OF"
 
 
@@ -49,17 +45,7 @@ class _Seen:
 def main() -> None:
     """Run the trial in `--spec`; the first rank of each node writes `--output`/result.json."""
     die_with_parent()
-    parser = argparse.ArgumentParser(prog="trainables.megatron_bridge", description=__doc__)
-    parser.add_argument("--spec", type=Path, required=True, help="JSON file of a TrialSpec")
-    parser.add_argument("--output", type=Path, required=True, help="directory for result.json")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    try:
-        recording_errors(run_rank)(arguments.spec, arguments.output)
-    except Exception:
-        traceback.print_exc()
-        leave(1)
-    leave(0)
+    run_program("trainables.megatron_bridge", __doc__, run_rank)
 
 
 def run_rank(spec_file: Path, output_dir: Path) -> None:
@@ -73,10 +59,7 @@ def run_rank(spec_file: Path, output_dir: Path) -> None:
     meter = CpuMeter() if spec.device == "cpu" else CudaMeter()
     seen = _train(container, spec, meter, warmup, output_dir)
     result = _result(spec, _gathered(seen), _flops(container, spec), meter.notes)
-    if int(os.environ["LOCAL_RANK"]) == 0:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        write_json_atomically(output_dir / RESULT_FILE, result.to_json())
-        print(f"{result.outcome}: {result.reason}" if result.reason else result.outcome)
+    report_result(result, output_dir)
 
 
 def _have_environment(container: Any, spec: TrialSpec) -> None:

@@ -5,22 +5,20 @@ What is trained is built in `model` and `schedule`; this module is about the pro
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
 import time
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainables.device_memory import PeakSampler, device_used_bytes
-from trainables.error_file import recording_errors
-from trainables.processes import die_with_parent, leave
+from trainables.processes import die_with_parent
 from trainables.progress import write_progress
-from tuner.measurement import TrialSpec, write_json_atomically
+from trainables.rank_program import report_result, run_program
+from tuner.measurement import TrialSpec
 from tuner.search.stopping import cannot_beat
 
 if TYPE_CHECKING:
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     from trainables.megatron_core.memory import StorageTracker
     from trainables.megatron_core.plan import BuildPlan
 
-RESULT_FILE = "result.json"
-
 _TRACKED_STEPS = 2
 """Steps whose memory is followed on the CPU: Adam's moments exist from the second on."""
 
@@ -38,13 +34,7 @@ _TRACKED_STEPS = 2
 def main() -> None:
     """Run the trial in `--spec`; the first rank of each node writes `--output`/result.json."""
     die_with_parent()
-    parser = argparse.ArgumentParser(prog="trainables.megatron_core", description=__doc__)
-    parser.add_argument("--spec", type=Path, required=True, help="JSON file of a TrialSpec")
-    parser.add_argument("--output", type=Path, required=True, help="directory for result.json")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    recording_errors(run_rank)(arguments.spec, arguments.output)
-    leave(0)
+    run_program("trainables.megatron_core", __doc__, run_rank)
 
 
 def run_rank(spec_file: Path, output_dir: Path) -> None:
@@ -75,10 +65,7 @@ def run_rank(spec_file: Path, output_dir: Path) -> None:
             )
             result = trial_result(spec, plan, report, run.loss_shares, device.notes)
             clock.mark("report")
-    if int(os.environ["LOCAL_RANK"]) == 0:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        write_json_atomically(output_dir / RESULT_FILE, result.to_json())
-        print(f"{result.outcome}: {result.reason}" if result.reason else result.outcome)
+    report_result(result, output_dir)
     print("seconds:", json.dumps(clock.phases_s))
 
 

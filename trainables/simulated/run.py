@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tuner.measurement import (
+    RESULT_FILE,
+    SPEC_FILE,
     Measurement,
     Outcome,
     RankMeasurement,
@@ -43,7 +45,7 @@ def run_simulated(
     """
     started = time.monotonic()
     output_dir.mkdir(parents=True, exist_ok=True)
-    write_json_atomically(output_dir / "spec.json", spec.to_json())
+    write_json_atomically(output_dir / SPEC_FILE, spec.to_json())
     measurement = simulated_measurement(spec)
     speedup = float((spec.config.get("env") or {}).get(SPEEDUP_VARIABLE, 1.0))
     steps = spec.warmup_steps + spec.measure_steps
@@ -58,7 +60,7 @@ def run_simulated(
     if (cancel or threading.Event()).wait(max(0.0, started + seconds - time.monotonic())):
         result = TrialResult(Outcome.INTERRUPTED, "cancelled")
     result = replace(result, duration_s=time.monotonic() - started)
-    write_json_atomically(output_dir / "result.json", result.to_json())
+    write_json_atomically(output_dir / RESULT_FILE, result.to_json())
     return result
 
 

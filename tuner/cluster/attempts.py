@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tuner.measurement import Outcome, TrialResult
+from tuner.measurement import RESULT_FILE, Outcome, TrialResult
 
 _FINAL = (Outcome.COMPLETED, Outcome.OOM, Outcome.DIVERGED)
 
@@ -25,7 +25,7 @@ def finished_result(folder: Path) -> TrialResult | None:
     Only ends that a second run would reach again: completed, out of memory, diverged.
     """
     try:
-        result = TrialResult.from_json(json.loads((folder / "result.json").read_text()))
+        result = TrialResult.from_json(json.loads((folder / RESULT_FILE).read_text()))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return result if result.outcome in _FINAL else None

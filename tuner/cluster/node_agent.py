@@ -52,9 +52,9 @@ class NodeAgent:
 
     def free_port(self) -> int:
         """A port that was free a moment ago, for ranks of several nodes to meet at."""
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            return int(listener.getsockname()[1])
+        from trainables.processes import free_port
+
+        return free_port()
 
     def run(
         self, config: Mapping[str, Any], node_rank: int, master_addr: str, master_port: int | None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainables.processes import free_port
 from tuner.timing.microbench import Clock, Launches, Sample, measure_device
 
 if TYPE_CHECKING:
@@ -57,7 +57,10 @@ def measure_ranks(
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{rank}.log" for rank in range(ranks)]
         answer = Path(folder) / "samples.json"
-        port, arguments = _free_port(), (device, str(seconds), str(operations_s), str(answer))
+        port, arguments = (
+            free_port("127.0.0.1"),
+            (device, str(seconds), str(operations_s), str(answer)),
+        )
         started = [_start(arguments, rank, ranks, port, log) for rank, log in enumerate(logs)]
         deadline = time.monotonic() + 60 + 10 * (seconds + operations_s)
         try:
@@ -77,12 +80,6 @@ def measure_ranks(
         None if launches is None else Launches(**launches),
         tuple(Sample(**entry) for entry in found["collectives"]),
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        return int(reserved.getsockname()[1])
 
 
 def _start(

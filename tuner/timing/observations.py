@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tuner.errors import InputError
-from tuner.measurement import Outcome, TrialResult, TrialSpec
+from tuner.measurement import RESULT_FILE, SPEC_FILE, Outcome, TrialResult, TrialSpec
 from tuner.precision import arithmetic
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _of_study(path: Path) -> Observations:
         raise InputError("names no GPU", where=str(path), field="cluster.gpu", fix="set it")
     usable, skipped = [], []
     for folder in sorted((path / "trials").glob("*")):
-        spec, result = folder / "spec.json", folder / "result.json"
+        spec, result = folder / SPEC_FILE, folder / RESULT_FILE
         if not (spec.exists() and result.exists()):
             continue
         ended = TrialResult.from_json(json.loads(result.read_text()))
