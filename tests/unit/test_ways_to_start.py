@@ -10,6 +10,7 @@ import re
 import shlex
 import stat
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,9 @@ def slurm(tmp_path: Path):
 def test_the_slurm_script_starts_one_ray_per_node_and_the_tuner_beside_the_head(slurm) -> None:
     process, calls = slurm("job with space.yaml", "--resume", "study", STATUS="1")
     assert process.wait(timeout=60) == 1  # the tuner's own answer
+    deadline = time.monotonic() + 60
+    while calls.read_text().count("ray start") < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)  # started in the background, beside a tuner that has ended at once
     lines = calls.read_text().splitlines()
     (head,) = [line for line in lines if "ray start --head" in line]
     assert "--nodelist=n1 " in head

@@ -61,7 +61,11 @@ def _unpack(archive: Path, target: Path) -> None:
             wheel.extractall(target)
         return
     with tempfile.TemporaryDirectory() as folder, tarfile.open(archive) as source:
-        source.extractall(folder, filter="data")
+        # Filters of tarfile came with Python 3.11.4: only plain files of the package are taken.
+        wanted = [m for m in source.getmembers() if m.isreg() and "/src/antlr4/" in m.name]
+        assert not [m for m in wanted if Path(m.name).is_absolute() or ".." in m.name.split("/")]
+        source.extraction_filter = getattr(tarfile, "data_filter", None)
+        source.extractall(folder, members=wanted)
         package = next(Path(folder).glob("*/src/antlr4"))
         shutil.copytree(package, target / "antlr4")
 
