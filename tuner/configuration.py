@@ -46,6 +46,21 @@ def full_configuration(
     return {**model, **_precision(document, model), **run, **_plain(config, where)}
 
 
+def with_model(document: Mapping[str, Any], base_folder: Path) -> dict[str, Any]:
+    """The document with its model, if it has one, written out as flat fields.
+
+    Raises what `resolve_model` raises.
+    """
+    if document.get("model") is None:
+        return dict(document)
+    return {**document, "model": resolve_model(document["model"], base_folder).to_flat()}
+
+
+def completed(document: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with what it leaves open taken from `run`, whose None says nothing."""
+    return {**{name: value for name, value in run.items() if value is not None}, **document}
+
+
 def resolve_model(model: str | Mapping[str, Any], base_folder: Path) -> ModelSpec:
     """A model as users name it: a catalogue name, `{hf_config: PATH}`, or architecture fields.
 

@@ -67,6 +67,11 @@ class Cluster(_Section):
         """GPUs of the whole cluster."""
         return self.nodes * self.gpus_per_node
 
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """`memory_limit_gib` in bytes."""
+        return None if self.memory_limit_gib is None else int(self.memory_limit_gib * 2**30)
+
 
 class Workload(_Section):
     """What one training step processes."""

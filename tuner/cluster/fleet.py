@@ -75,7 +75,7 @@ class Fleet:
             if name not in alive:
                 self._drop(name)
                 _LOG.warning("node %s is lost", name)
-            elif not self._lives(name):
+            elif not _answered(self._agents[name][1].ready.remote()):
                 self._drop(name)
                 self._deaths[name] += 1
                 if self._deaths[name] >= _DEATHS:
@@ -139,23 +139,13 @@ class Fleet:
         ready, late = ray.wait(list(starting), num_returns=len(starting), timeout=_START_TIMEOUT_S)
         for reference in late:
             self._set_aside(starting[reference].name, "the tuner's process did not start there")
-        answered = [starting[reference] for reference in ready if self._answered(reference)]
+        answered = [starting[reference] for reference in ready if _answered(reference)]
         for node in starting.values():
             if node not in answered:
                 self._drop(node.name)  # it may come back, or have died while the agent started
         healthy = self._checked(answered)
         for node in healthy:
             self.ledger.add(Node(node.name, self._devices, node.domain))
-
-    @staticmethod
-    def _answered(reference: Any) -> bool:
-        import ray
-
-        try:
-            ray.get(reference)
-        except ray.exceptions.RayError:
-            return False
-        return True
 
     def _start(self, node: RayNode) -> tuple[str, Any]:
         import ray
@@ -212,15 +202,6 @@ class Fleet:
         if agent is not None:
             ray.kill(agent[1])
 
-    def _lives(self, name: str) -> bool:
-        import ray
-
-        try:
-            ray.get(self._agents[name][1].ready.remote(), timeout=_START_TIMEOUT_S)
-        except ray.exceptions.RayError:
-            return False
-        return True
-
 
 def slow_nodes(rates: Mapping[str, Mapping[str, float]], share: float) -> dict[str, str]:
     """Nodes whose rate in some test is below `share` of the median node's, with the reason."""
@@ -232,6 +213,17 @@ def slow_nodes(rates: Mapping[str, Mapping[str, float]], share: float) -> dict[s
             if value < share * middle and name not in slow:
                 slow[name] = f"slow: {test} is {value:.4g}, the median node's {middle:.4g}"
     return slow
+
+
+def _answered(reference: Any) -> bool:
+    """Whether a call of an agent came back in time."""
+    import ray
+
+    try:
+        ray.get(reference, timeout=_START_TIMEOUT_S)
+    except ray.exceptions.RayError:
+        return False
+    return True
 
 
 def _health(reference: Any) -> TrialResult:

@@ -60,7 +60,6 @@ class PreparedJob:
     def spec_of(self, candidate: Candidate) -> TrialSpec:
         """What the trainable is asked to run."""
         cluster, workload, trainable = self.job.cluster, self.job.workload, self.job.trainable
-        limit = cluster.memory_limit_gib
         config = candidate.to_flat()
         config.pop("world_size", None)
         return TrialSpec(
@@ -74,7 +73,7 @@ class PreparedJob:
             seed=trainable.seed,
             device=cluster.device,
             precision=workload.precision,
-            memory_limit_bytes=None if limit is None else int(limit * _GIB),
+            memory_limit_bytes=cluster.memory_limit_bytes,
             timeout_s=trainable.timeout_s,
             options=trainable.options(),
         )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Learning = tuple[StudyRates, ComposedEstimator]
 
 _POOL = 4_000  # candidates proposals choose among; a larger space is planned first
-_START_S = 45.0  # of a trial: processes, weights, communicators
+START_S = 45.0  # of a trial: processes, weights, communicators
 _log = logging.getLogger(__name__)
 
 
@@ -65,7 +65,7 @@ def proposals_of(prepared: PreparedJob, folder: Path) -> Proposals:
         return Proposals(None)
     costs = TrialCosts(
         prepared.world_size_of,
-        _START_S,
+        START_S,
         job.trainable.warmup_steps + job.trainable.measure_steps,
     )
     try:

@@ -21,6 +21,7 @@ from tuner.candidate import Candidate
 from tuner.cluster.attempts import keep_attempt
 from tuner.cluster.dispatcher import Dispatcher, Flight
 from tuner.cluster.placement import Placement
+from tuner.cluster.proposals import START_S
 from tuner.cluster.trial_actor import RESULT_KEY
 from tuner.job import Budget
 from tuner.measurement import Outcome, TrialResult, TrialSpec
@@ -29,8 +30,6 @@ from tuner.search.study import TuningStudy
 
 OnStart = Callable[[Proposal], None]
 OnEnd = Callable[[TrialRecord], None]
-
-_START_S = 45.0  # of a trial: processes, weights, communicators
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +128,7 @@ class StudySearcher(Searcher):
             spent = "budget spent" if self._left <= 0 else self._spent()
             proposal = None if spent is not None else self._study.ask()
             if proposal is None:
-                self.ended_because = spent or "the space has no other valid candidate"
-                self._ended = True
+                self._end(spent or "the space has no other valid candidate")
                 return
             self._left -= 1
             self._dispatcher.submit(
@@ -199,7 +197,7 @@ class StudySearcher(Searcher):
         if step_time_s is None:
             return spec.timeout_s
         steps = spec.warmup_steps + spec.measure_steps
-        return min(spec.timeout_s, _START_S + steps * float(step_time_s))
+        return min(spec.timeout_s, START_S + steps * float(step_time_s))
 
     def _spec(self, flight: Flight) -> dict[str, Any]:
         plan, candidate = self._plan, flight.proposal.candidate

@@ -79,7 +79,7 @@ def run_tuning(
         prepared.space,
         prepared.check,
         metric=job.objective.measured_figure,
-        memory_limit_bytes=_limit_bytes(prepared),
+        memory_limit_bytes=job.cluster.memory_limit_bytes,
         sampler=job.search.sampler,
         seed=job.search.seed,
         engine=proposals.engine,
@@ -122,11 +122,6 @@ def run_tuning(
         )
 
 
-def _limit_bytes(prepared: PreparedJob) -> int | None:
-    limit = prepared.job.cluster.memory_limit_gib
-    return None if limit is None else int(limit * 2**30)
-
-
 def _settle(study: TuningStudy, directory: StudyDirectory, prepared: PreparedJob) -> None:
     """End the trials that a dead driver left running: with their result, or to be run again."""
     from tuner.cluster.searcher import within_limit
@@ -134,7 +129,7 @@ def _settle(study: TuningStudy, directory: StudyDirectory, prepared: PreparedJob
     for record in study.records():
         result = finished_result(directory.trial_path(record.number)) if record.running else None
         if result is not None:
-            study.tell(record.number, within_limit(result, _limit_bytes(prepared)))
+            study.tell(record.number, within_limit(result, prepared.job.cluster.memory_limit_bytes))
     study.interrupt_running("the tuner ended before the trial did", requeue=False)
     study.requeue_interrupted()
 

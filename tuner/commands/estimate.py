@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner.commands.check import numbered_lines
 from tuner.commands.output import console, print_json
-from tuner.configuration import mcore_version, resolve_model
+from tuner.configuration import completed, mcore_version, with_model
 from tuner.errors import InputError
 from tuner.formats.reader import expand, read_document
 
@@ -38,8 +38,7 @@ def run_estimate(
     if jsonl is not None:
         return _estimate_lines(jsonl, method)
     assert config is not None
-    given = {name: value for name, value in (run or {}).items() if value is not None}
-    document = given | read_document(config, mcore=mcore_version(), effective=True)
+    document = completed(read_document(config, mcore=mcore_version(), effective=True), run or {})
     if timeline is not None:
         write_timeline(document, timeline, where=str(config), base_folder=config.parent)
     answer = estimate_document(
@@ -65,9 +64,7 @@ def estimate_document(
     from tuner.memory.worker_pool import DryRunError
 
     try:
-        if document.get("model") is not None:
-            model = resolve_model(document["model"], base_folder)
-            document = {**document, "model": model.to_flat()}
+        document = with_model(document, base_folder)
         return estimate_composed(document) if method == "composed" else estimate(document)
     except (UnsupportedError, DryRunError) as error:
         raise InputError(f"cannot be estimated: {error}", where=where) from None
@@ -90,9 +87,7 @@ def write_timeline(
     from tuner.timing.predicted import predicted_trace
 
     try:
-        if document.get("model") is not None:
-            model = resolve_model(document["model"], base_folder)
-            document = {**document, "model": model.to_flat()}
+        document = with_model(document, base_folder)
         trace = predicted_trace(document)
     except InputError as error:
         raise error.at(where) from None

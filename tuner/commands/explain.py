@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.commands.check import DEFAULT_FRONTEND
 from tuner.commands.output import console, print_json
-from tuner.configuration import PRECISION_FIELDS, mcore_version, resolve_model, rule_fields
+from tuner.configuration import (
+    PRECISION_FIELDS,
+    completed,
+    mcore_version,
+    rule_fields,
+    with_model,
+)
 from tuner.errors import InputError
 from tuner.formats.reader import read_document
 
@@ -27,7 +33,7 @@ def run_explain(config: Path, run: Mapping[str, Any], *, as_json: bool) -> int:
     """
     document = read_document(config, mcore=mcore_version(), effective=True)
     answer = explain_document(
-        {**{k: v for k, v in run.items() if v is not None}, **document},
+        completed(document, run),
         where=str(config),
         base_folder=config.parent,
     )
@@ -48,10 +54,7 @@ def explain_document(
 
     document, assumed = with_vocabulary(document)
     try:
-        if document.get("model") is not None:
-            model = resolve_model(document["model"], base_folder)
-            document = {**document, "model": model.to_flat()}
-        request = EstimateRequest.from_document(document)
+        request = EstimateRequest.from_document(with_model(document, base_folder))
         frontend = str(document.get("frontend") or DEFAULT_FRONTEND)
         return {**_explained(request, frontend), "assumed": assumed}
     except DryRunError as error:
@@ -133,7 +136,7 @@ def _stages(request: EstimateRequest) -> list[dict[str, Any]]:
     """Peak bytes of each pipeline stage, and what the allocator loses beyond them; none where
     only a full dry run tells."""
     from tuner.estimation_composed import profile_source
-    from tuner.memory.composition import stage_memories
+    from tuner.memory.composition import MEMORY_PARTS, stage_memories
 
     try:
         found = stage_memories(
@@ -145,12 +148,11 @@ def _stages(request: EstimateRequest) -> list[dict[str, Any]]:
         )
     except InputError:
         return []
-    parts = ("weights", "gradients", "optimizer", "activations", "other")
     return [
         {
             "stage": stage,
             "peak_allocated_bytes": int(memory.peak[0]),
-            "breakdown": {name: int(getattr(memory, name)[0]) for name in parts},
+            "breakdown": {name: int(getattr(memory, name)[0]) for name in MEMORY_PARTS},
             "fragmentation_bytes": int(memory.fragmented[0]),
             "fragmentation_expandable_bytes": int(memory.fragmented_expandable[0]),
         }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.configuration import mcore_version, resolve_model
+from tuner.configuration import mcore_version, resolve_model, with_model
 from tuner.errors import InputError
 from tuner.files import read_text
 
@@ -146,9 +146,7 @@ def _existing(file: Path, run: Run) -> Start:
     document = {**document, **{name: v for name, v in given.items() if v is not None}}
     document, assumed = with_vocabulary(document)
     try:
-        if document.get("model") is not None:
-            document["model"] = resolve_model(document["model"], file.parent).to_flat()
-        request = EstimateRequest.from_document(document)
+        request = EstimateRequest.from_document(with_model(document, file.parent))
     except InputError as error:
         raise error.at(str(file)) from None
     includes = ["dense" if request.model.num_moe_experts is None else "moe"]

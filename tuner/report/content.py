@@ -113,3 +113,8 @@ def shown(value: object) -> str:
     if isinstance(value, Mapping):
         return " ".join(f"{name}={item}" for name, item in value.items()) or "-"
     return str(value)
+
+
+def settings_of(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The fields of a flat configuration that are set, and their values as they are shown."""
+    return [(name, shown(value)) for name, value in config.items() if value is not None]

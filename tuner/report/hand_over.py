@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import InputError
-from tuner.files import read_text
+from tuner.files import read_yaml_mapping
 from tuner.report.markdown import note
 from tuner.report.page import write_page
 from tuner.report.study import study_report
@@ -55,14 +55,12 @@ def hand_over(directory: StudyDirectory, *, predictions: bool = True) -> HandOve
 
 def write_exports(directory: StudyDirectory) -> Path | None:
     """The best candidate in every form, one file each; None where no trial completed."""
-    import yaml
-
     from tuner.configuration import mcore_version
     from tuner.formats import FORMATS
 
     if not directory.best_path.exists():
         return None
-    document = yaml.safe_load(read_text(directory.best_path))
+    document = read_yaml_mapping(directory.best_path)
     folder = directory.path / "exports"
     folder.mkdir(exist_ok=True)
     for name in FORMATS:

@@ -13,6 +13,7 @@ from tuner.report.content import (
     Report,
     Row,
     differing_fields,
+    settings_of,
     shown,
 )
 from tuner.report.predictions import Told, predict
@@ -48,7 +49,7 @@ def plan_report(
         metric=_METRIC,
         verdict=_verdict(best),
         answer=[] if best is None else _figures(best["estimate"]),
-        settings=[] if best is None else _settings(best["config"]),
+        settings=[] if best is None else settings_of(best["config"]),
         comparisons=[] if best is None else list(_comparisons(answer, prepared)),
         rows=_rows(answer),
         limit_bytes=None if best is None else best["estimate"]["limit_bytes"],
@@ -96,10 +97,6 @@ def _figures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     if found["mfu"] is not None:
         figures.insert(3, ("MFU", f"{found['mfu']:.1%}"))
     return figures
-
-
-def _settings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name, shown(value)) for name, value in config.items() if value is not None]
 
 
 def _comparisons(answer: Mapping[str, Any], prepared: PreparedJob) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import InputError
-from tuner.files import read_text
+from tuner.files import read_text, read_yaml_mapping
 from tuner.measurement import Outcome
 from tuner.report.comparison import best_comparisons, effects_of, ran
 from tuner.report.content import (
@@ -19,6 +19,7 @@ from tuner.report.content import (
     Report,
     Row,
     differing_fields,
+    settings_of,
     shown,
 )
 from tuner.report.predictions import Told, predict
@@ -45,7 +46,7 @@ def study_report(path: Path, told: Told = lambda _: None, *, predictions: bool =
     """
     directory = open_study_directory(path)
     summary = read_summary(directory)
-    job = _job(directory)
+    job = read_yaml_mapping(directory.job_path)
     trials = summary["trials"]
     best = next((t for t in trials if t["number"] == summary["best"]), None)
     run = summary.get("best_run") or {}
@@ -54,7 +55,7 @@ def study_report(path: Path, told: Told = lambda _: None, *, predictions: bool =
         metric=summary["metric"],
         verdict=_verdict(summary, best),
         answer=[] if best is None else _answer(best),
-        settings=[] if best is None else _settings(best),
+        settings=[] if best is None else settings_of(best["config"]),
         comparisons=list(best_comparisons(summary, has_start=_has_start(job))),
         rows=_rows(summary),
         limit_bytes=_limit_bytes(job),
@@ -107,10 +108,6 @@ def _answer(best: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*figures, ("peak memory allocated", f"{peak:.4g} GiB")]
 
 
-def _settings(best: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name, shown(value)) for name, value in best["config"].items() if value is not None]
-
-
 def _rows(summary: Mapping[str, Any]) -> list[Row]:
     trials = summary["trials"]
     names = differing_fields([trial["config"] for trial in trials])
@@ -152,13 +149,6 @@ def _pruned(summary: Mapping[str, Any]) -> list[tuple[str, int, str]]:
     ]
 
 
-def _job(directory: StudyDirectory) -> dict[str, Any]:
-    """The job file as plain data."""
-    import yaml
-
-    return yaml.safe_load(read_text(directory.job_path)) or {}
-
-
 def _has_start(job: Mapping[str, Any]) -> bool:
     return bool((job.get("search") or {}).get("start"))
 
@@ -178,11 +168,7 @@ def _environment(directory: StudyDirectory, job: Mapping[str, Any]) -> dict[str,
 
 
 def _best_document(directory: StudyDirectory) -> dict[str, Any]:
-    import yaml
-
-    if not directory.best_path.exists():
-        return {}
-    return yaml.safe_load(read_text(directory.best_path)) or {}
+    return read_yaml_mapping(directory.best_path) if directory.best_path.exists() else {}
 
 
 def _predictions(

@@ -10,7 +10,7 @@ from tuner.candidate import Candidate
 from tuner.constraints.enumeration import enumerate_factored, enumerate_valid
 from tuner.constraints.view import UNSET
 from tuner.search.space import Axis, SearchSpace, collect_env
-from tuner.search.spelling import spell_axes
+from tuner.search.spelling import Spelling, spell_axes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,23 +63,35 @@ class ValidCandidates:
 def enumerate_space(space: SearchSpace, checker: ValidityChecker) -> ValidCandidates:
     """Every valid candidate of the space at once. Raises InputError as `spell_axes` does."""
     spelt = spell_axes(space, checker.mcore)
-    names = {name for name, _, _ in spelt.axes}
-    fixed = {**checker.fixed, "world_size": checker.world_size, **spelt.fixed}
-    found = enumerate_valid(
-        spelt.axes,
-        {name: value for name, value in fixed.items() if name not in names},
-        mcore=checker.mcore,
-        frontend=checker.frontend,
-        capabilities=checker.capabilities,
-        exclude=spelt.exclude,
-    )
+    found = enumerate_valid(spelt.axes, _fixed(spelt, checker), **_rules(spelt, checker))
     values, codes = spelt.read(dict(found.values), dict(found.codes))
-    kept = {
+    return ValidCandidates(values, codes, _kept(space, spelt, codes), space.combinations())
+
+
+def _fixed(spelt: Spelling, checker: ValidityChecker) -> dict[str, object]:
+    """The fields that rules read and no axis has."""
+    axes = {name for name, _, _ in spelt.axes}
+    fixed = {**checker.fixed, "world_size": checker.world_size, **spelt.fixed}
+    return {name: value for name, value in fixed.items() if name not in axes}
+
+
+def _rules(spelt: Spelling, checker: ValidityChecker) -> dict[str, Any]:
+    """Which rules enumeration applies."""
+    return {
+        "mcore": checker.mcore,
+        "frontend": checker.frontend,
+        "capabilities": checker.capabilities,
+        "exclude": spelt.exclude,
+    }
+
+
+def _kept(space: SearchSpace, spelt: Spelling, codes: Mapping[str, Any]) -> dict[str, Any]:
+    """The space's fixed fields that no axis has replaced."""
+    return {
         name: value
         for name, value in space.fixed.items()
         if name not in codes and not (name == "env" and spelt.environments)
     }
-    return ValidCandidates(values, codes, kept, space.combinations())
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,30 +133,17 @@ def factor_space(
     """
     first, last = _divided(space, tail_fields)
     spelt = spell_axes(replace(space, axes=(*first, *last)), checker.mcore)
-    names = {name for name, _, _ in spelt.axes}
-    fixed = {**checker.fixed, "world_size": checker.world_size, **spelt.fixed}
     apart = [name for name, _, _ in spelt.axes if name == "env" or name in {a.field for a in last}]
     found = enumerate_factored(
-        spelt.axes,
-        {name: value for name, value in fixed.items() if name not in names},
-        len(apart),
-        mcore=checker.mcore,
-        frontend=checker.frontend,
-        capabilities=checker.capabilities,
-        exclude=spelt.exclude,
+        spelt.axes, _fixed(spelt, checker), len(apart), **_rules(spelt, checker)
     )
     count = space.combinations()
-    values = {name: list(found.values[name]) for name in names}
+    values = {name: list(found.values[name]) for name, _, _ in spelt.axes}
     ours = {name: values.pop(name) for name in apart}
     head = replace(spelt, environments=()).read(values, dict(found.head))
     tail = replace(spelt, pairs={}).read(ours, dict(found.tail))
-    kept = {
-        name: value
-        for name, value in space.fixed.items()
-        if name not in head[1] and not (name == "env" and spelt.environments)
-    }
     return FactoredSpace(
-        ValidCandidates(*head, kept, count),
+        ValidCandidates(*head, _kept(space, spelt, head[1]), count),
         found.head_group,
         ValidCandidates(*tail, {}, count),
         found.tail_group,

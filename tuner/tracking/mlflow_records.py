@@ -21,12 +21,12 @@ from tuner.errors import EnvironmentLacksError
 from tuner.measurement import Measurement, write_json_atomically
 from tuner.search.records import RUNNING, TrialRecord
 from tuner.tracking.figures import expected_metrics, rank_series
+from tuner.tracking.names import STUDY_TAG
 from tuner.tracking.spool import Spool
 from tuner.tracking.writer import MlflowWriter
 
 _LOG = logging.getLogger(__name__)
 _GIB = 2**30
-_STUDY_TAG = "tuner.study_id"
 _LAST_WAIT_S = 60.0
 """For a store that is away when the study ends."""
 _STACKS = "stacks.txt"
@@ -197,12 +197,12 @@ def _parent_run(
     """Ids of the study's experiment and run, made where they are missing."""
     experiment_id = _experiment(client, experiment, uri, study_dir)
     found = client.search_runs(
-        [experiment_id], f"tags.{_STUDY_TAG} = '{study_id}' and tags.`tuner.kind` = 'study'"
+        [experiment_id], f"tags.{STUDY_TAG} = '{study_id}' and tags.`tuner.kind` = 'study'"
     )
     if found:
         run_id = str(found[0].info.run_id)
     else:
-        tags = {_STUDY_TAG: study_id, "tuner.kind": "study", "study_dir": str(study_dir)}
+        tags = {STUDY_TAG: study_id, "tuner.kind": "study", "study_dir": str(study_dir)}
         run_id = str(client.create_run(experiment_id, tags=tags, run_name=name).info.run_id)
     return {"experiment_id": experiment_id, "run_id": run_id}
 

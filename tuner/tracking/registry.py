@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from tuner.tracking.names import STUDY_TAG
+
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _LOG = logging.getLogger(__name__)
 ALIAS = "best"
-_STUDY_TAG = "tuner.study_id"
 _EXPORTS = "exports"
 
 
@@ -38,10 +39,10 @@ def _register(client: MlflowClient, name: str, run_id: str, study_id: str) -> No
             name, description="Training configurations found by `tuner tune`, in every export form."
         )
     known = client.search_model_versions(f"name = '{name}'")
-    version = next((one.version for one in known if one.tags.get(_STUDY_TAG) == study_id), None)
+    version = next((one.version for one in known if one.tags.get(STUDY_TAG) == study_id), None)
     if version is None:
         made = client.create_model_version(
-            name, f"runs:/{run_id}/{_EXPORTS}", run_id=run_id, tags={_STUDY_TAG: study_id}
+            name, f"runs:/{run_id}/{_EXPORTS}", run_id=run_id, tags={STUDY_TAG: study_id}
         )
         version = made.version
     client.set_registered_model_alias(name, ALIAS, str(version))

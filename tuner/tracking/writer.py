@@ -11,14 +11,13 @@ from tuner.measurement import Outcome
 from tuner.redaction import redact, redact_value
 from tuner.search.records import RUNNING
 from tuner.tracking.artifacts import clean_copy
+from tuner.tracking.names import STUDY_TAG, TRIAL_TAG
 from tuner.tracking.registry import register_best
 from tuner.tracking.spool import Record
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-STUDY_TAG = "tuner.study_id"
-TRIAL_TAG = "tuner.trial"
 _RUN_STATUS = {
     Outcome.COMPLETED.value: "FINISHED",
     Outcome.INTERRUPTED.value: "KILLED",

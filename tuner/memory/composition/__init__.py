@@ -5,6 +5,7 @@ one candidate. Profiles are dry runs of two layers of each kind, kept on disk.
 """
 
 from tuner.memory.composition.compose import (
+    MEMORY_PARTS,
     ComposedMemory,
     Profiles,
     as_columns,
@@ -19,6 +20,7 @@ from tuner.memory.composition.measure import ProfileSource, check_composable
 from tuner.memory.composition.profile import StepProfile, UnitProfile
 
 __all__ = [
+    "MEMORY_PARTS",
     "ComposedMemory",
     "Index",
     "Pipeline",

@@ -6,7 +6,7 @@ are sums over its units, and the peak of a stage is the largest over the moments
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -229,25 +229,27 @@ class Composer:
     def _added_up(self, names: Chunk) -> _ChunkBytes:
         import numpy as np
 
-        zero = np.zeros_like(self.hidden)
         units = self._units(names)
-        forward, change = zero, zero
-        left = sum((unit.left for unit in units), zero)
+        left = sum((unit.left for unit in units), np.zeros_like(self.hidden))
         gone, back = self._moves(names)
-        for number, unit in enumerate(units):
-            forward = np.maximum(forward, change + unit.forward_peak)
-            change = change + unit.forward_change - gone.get(number, zero)
+        forward, change = _in_turn(
+            (unit.forward_peak, unit.forward_change - gone.get(number, 0.0))
+            for number, unit in enumerate(units)
+        )
         takes = EMBEDDING not in names
         gives = HEAD not in names
         passed = int(takes) - int(gives and self.pipeline.shape.freed)
         retained = change + left + self.hidden * passed
-        backward, again, change, freed = zero, zero, zero, zero
-        for number, unit in reversed(list(enumerate(units))):
-            change = change + back.get(number, zero)
-            freed = freed + unit.left  # by the replay of the unit
-            backward = np.maximum(backward, change + unit.backward_peak)
-            again = np.maximum(again, change + unit.backward_peak - freed)
-            change = change + unit.backward_change
+        returning = [
+            (unit, back.get(number, 0.0)) for number, unit in reversed(list(enumerate(units)))
+        ]
+        backward, _ = _in_turn(
+            (came + unit.backward_peak, came + unit.backward_change) for unit, came in returning
+        )
+        again, _ = _in_turn(  # the replay of a unit frees what it had left
+            (came + unit.backward_peak - unit.left, came + unit.backward_change - unit.left)
+            for unit, came in returning
+        )
         return _ChunkBytes(retained, forward, backward, again, left)
 
     def _moves(self, names: Chunk) -> tuple[dict[int, Bytes], dict[int, Bytes]]:
@@ -423,19 +425,27 @@ class _Unit:
 
 def _in_a_row(units: Sequence[_Unit]) -> _Unit:
     """Units that run one after another, as one."""
+    forward, forward_change = _in_turn((u.forward_peak, u.forward_change) for u in units)
+    backward, backward_change = _in_turn(
+        (u.backward_peak, u.backward_change) for u in reversed(units)
+    )
+    left: Bytes = sum((u.left for u in units[1:]), units[0].left)
+    return _Unit(forward_change, forward, backward_change, backward, left)
+
+
+def _in_turn(passes: Iterable[tuple[Bytes, Bytes]]) -> tuple[Bytes, Bytes]:
+    """The most that passes add, one after another, and what they add in all.
+
+    Of each: the most it adds while it runs, and what it leaves more than it found.
+    """
     import numpy as np
 
-    zero = np.zeros_like(units[0].left)
-    forward, forward_change = zero, zero
-    for unit in units:
-        forward = np.maximum(forward, forward_change + unit.forward_peak)
-        forward_change = forward_change + unit.forward_change
-    backward, backward_change = zero, zero
-    for unit in reversed(units):
-        backward = np.maximum(backward, backward_change + unit.backward_peak)
-        backward_change = backward_change + unit.backward_change
-    left = sum((unit.left for unit in units), zero)
-    return _Unit(forward_change, forward, backward_change, backward, left)
+    change: Any = 0.0
+    peak: Any = 0.0
+    for most, added in passes:
+        peak = np.maximum(peak, change + most)
+        change = change + added
+    return peak, change
 
 
 @dataclass(frozen=True, slots=True)

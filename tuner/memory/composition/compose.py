@@ -128,7 +128,7 @@ def compose_index(
     distinct, inverse = np.unique(pairs, return_inverse=True)
     count = len(distinct)
     peak, stage = np.full(count, -1, dtype=np.int64), np.full(count, -1, dtype=np.int32)
-    parts = {name: np.zeros(count, dtype=np.int64) for name in (*_PARTS, *_LOST)}
+    parts = {name: np.zeros(count, dtype=np.int64) for name in (*MEMORY_PARTS, *_LOST)}
     settings, pipelines = np.divmod(distinct, max(1, len(index.pipelines)))
     pipelines[distinct < 0] = -1
     order = np.argsort(pipelines, kind="stable")
@@ -147,14 +147,15 @@ def compose_index(
         peak[inverse],
         peak[inverse] + lost,
         stage[inverse],
-        {name: parts[name][inverse] for name in _PARTS},
+        {name: parts[name][inverse] for name in MEMORY_PARTS},
         problem.astype(np.int32),
         tuple(problems),
         index,
     )
 
 
-_PARTS = ("weights", "gradients", "optimizer", "activations", "other")
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "other")
+"""What the bytes of a stage are counted as; together they are its peak."""
 _LOST = ("fragmented", "fragmented_expandable")
 
 

@@ -20,7 +20,7 @@ from tuner.memory.composition.measure import without_recompute
 from tuner.search.enumeration import ValidCandidates
 from tuner.search.planning.memory_book import MemoryBook, layer_bytes
 from tuner.search.planning.offload import Offload, combined
-from tuner.search.planning.plain import PLAIN_PARTS, PlainBlock
+from tuner.search.planning.plain import PlainBlock
 from tuner.search.planning.time_book import TimeBook
 from tuner.search.planning.workplace import Workplace
 from tuner.timing.rates import Rates
@@ -48,7 +48,6 @@ OFFLOAD_FIELDS = (
 EFFECTS = (*_GRAPHS, *OFFLOAD_FIELDS)
 """Fields whose effect is added to what is composed without them."""
 
-MEMORY_PARTS = PLAIN_PARTS
 TIME_PARTS = (*BREAKDOWN, "offload")
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
+from tuner.memory.composition import MEMORY_PARTS
 from tuner.search.enumeration import ValidCandidates
 from tuner.search.guide import guide_steps
-from tuner.search.planning.estimator import MEMORY_PARTS, TIME_PARTS, BlockEstimates
+from tuner.search.planning.estimator import TIME_PARTS, BlockEstimates
 
 if TYPE_CHECKING:
     import numpy as np

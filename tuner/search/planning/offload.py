@@ -69,7 +69,7 @@ class Offload:
         return Offload(self.share + other.share, self.fraction + other.fraction)
 
     def remaining(self, parts: Values) -> Values:
-        """What stays on the device of bytes by part `[row, part]` (`plain.PLAIN_PARTS`)."""
+        """What stays on the device of bytes by part `[row, part]` (`MEMORY_PARTS`)."""
         kept = parts.copy()
         kept[:, 2] *= 1.0 - self.fraction
         kept[:, 3] *= 1.0 - self.share

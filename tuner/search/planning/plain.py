@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
 from tuner.errors import InputError
-from tuner.memory.composition import compose_index
+from tuner.memory.composition import MEMORY_PARTS, compose_index
 from tuner.memory.composition.measure import without_recompute
 from tuner.search.enumeration import ValidCandidates
 from tuner.search.planning.memory_book import layer_bytes
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     Values = NDArray[np.float64]
     Rows = NDArray[np.int64]
-
-PLAIN_PARTS = ("weights", "gradients", "optimizer", "activations", "other")
 
 
 class PlainBlock:
@@ -52,11 +50,11 @@ class PlainBlock:
 
     @cached_property
     def parts(self) -> Values:
-        """Bytes by `PLAIN_PARTS` on the fullest stage, `[pair, part]`; NaN where unknown."""
+        """Bytes by `MEMORY_PARTS` on the fullest stage, `[pair, part]`; NaN where unknown."""
         import numpy as np
 
         found = self._composed
-        parts = np.stack([found.parts[name] for name in PLAIN_PARTS], axis=1).astype(np.float64)
+        parts = np.stack([found.parts[name] for name in MEMORY_PARTS], axis=1).astype(np.float64)
         parts[found.problem >= 0] = np.nan
         return parts
 

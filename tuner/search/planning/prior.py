@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tuner.candidate import Candidate
+from tuner.memory.composition import MEMORY_PARTS
 from tuner.search.enumeration import ValidCandidates
 from tuner.search.estimates import Estimates
-from tuner.search.planning.estimator import MEMORY_PARTS, TIME_PARTS, SpaceEstimator
+from tuner.search.planning.estimator import TIME_PARTS, SpaceEstimator
 from tuner.search.planning.workplace import Workplace
 from tuner.timing.rates import Rates
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from tuner.candidate import Candidate
 from tuner.errors import InputError
+from tuner.memory.composition import MEMORY_PARTS
 from tuner.search.levers import SAVES, Lever, levers
-from tuner.search.planning.estimator import MEMORY_PARTS, TIME_PARTS, SpaceEstimator
+from tuner.search.planning.estimator import TIME_PARTS, SpaceEstimator
 from tuner.search.planning.prior import listed
 from tuner.search.validity import ValidityChecker
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from tuner.memory.composition import MEMORY_PARTS
 from tuner.search.enumeration import FactoredSpace, factor_space
 from tuner.search.guide import guide_steps
 from tuner.search.planning.estimator import (
-    MEMORY_PARTS,
     OFFLOAD_FIELDS,
     TIME_PARTS,
     SpaceEstimator,
