@@ -98,18 +98,18 @@ def test_a_completed_trial_reports_every_figure(completed: TrialResult) -> None:
 def test_the_same_trial_by_hand_has_the_same_losses_and_peaks_and_just_fits(
     completed: TrialResult, tmp_path: Path
 ) -> None:
-    """Started with torchrun, under a limit equal to the peak of the first run."""
+    """Started with torchrun into a new folder, under a limit equal to the first run's peak."""
     peak = measured(completed).peak_memory_allocated_bytes
-    spec_file = tmp_path / "spec.json"
+    spec_file, output = tmp_path / "spec.json", tmp_path / "by hand" / "output"
     spec_file.write_text(json.dumps(replace(SPEC, memory_limit_bytes=peak).to_json()))
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-        *("-m", "trainables.megatron_core", "--spec", str(spec_file), "--output", str(tmp_path)),
+        *("-m", "trainables.megatron_core", "--spec", str(spec_file), "--output", str(output)),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
-    again = TrialResult.from_json(json.loads((tmp_path / "result.json").read_text()))
+    again = TrialResult.from_json(json.loads((output / "result.json").read_text()))
     assert again.outcome is Outcome.COMPLETED
     assert measured(again).losses == measured(completed).losses
     assert [rank.peak_memory_allocated_bytes for rank in measured(again).ranks] == [
