@@ -18,7 +18,8 @@ from tuner.measurement import RESULT_FILE, TrialResult, write_json_atomically
 def run_program(name: str, description: str | None, work: Callable[[Path, Path], None]) -> NoReturn:
     """Read `--spec FILE --output DIR`, do `work(spec, output)`, and end this process.
 
-    The output folder is made where it is missing. What the work raises is left in the error file of the rank and on standard error (exit code 1).
+    The output folder is made where it is missing. What the work raises is left in the error file
+    of the rank and on standard error (exit code 1).
     """
     parser = argparse.ArgumentParser(prog=name, description=description)
     parser.add_argument("--spec", type=Path, required=True, help="JSON file of a TrialSpec")
