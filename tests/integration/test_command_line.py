@@ -156,3 +156,20 @@ def best_of_three(*arguments):
 def test_help_answers_in_half_a_second_and_check_in_a_second(tmp_path):
     assert best_of_three("--help") < 0.5
     assert best_of_three("check", written(tmp_path, VALID)) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "content"),
+    [
+        (["plan", "--gpu", "h100", "--gpus", "8"], "config.json", b'{"model_type": "llama"}'),
+        (["validate"], "rows.jsonl", bytes(range(128, 256))),
+        (["calibrate", "fit"], "rows.jsonl", bytes(range(128, 256))),
+        (["validate"], "rows.jsonl.gz", b"\x1f\x8b cut short"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_in_one_line(arguments, name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    done = tuner(*arguments, tmp_path / name)
+    assert done.returncode == 2, done.stderr
+    assert name in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from tuner.errors import InputError
 
-class ModelSpecError(ValueError):
+
+class ModelSpecError(InputError):
     """A model description that cannot be used.
 
     The message is one line that names the source (model or file), the field with its value, and

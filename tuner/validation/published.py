@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,8 +50,11 @@ def read_rows(path: Path | str) -> Iterator[dict[str, Any]]:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield _row(line, f"{path}:{number}")
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise InputError("is not UTF-8 text", where=str(path)) from error
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"cannot be read: {reason}", where=str(path)) from error
 
 
 def _row(line: str, where: str) -> dict[str, Any]:
