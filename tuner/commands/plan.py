@@ -13,6 +13,7 @@ from tuner.errors import InputError
 
 if TYPE_CHECKING:
     from tuner.candidate import Candidate
+    from tuner.cluster.prepared import PreparedJob
     from tuner.job import Job
     from tuner.search.planning.front import Ranked
     from tuner.search.planning.plan import Plan
@@ -44,6 +45,7 @@ def run_plan(
     as_json: bool,
 ) -> int:
     """Plan and print; 0 where something fits, 1 where nothing does."""
+    from tuner.cluster.prepared import prepare
     from tuner.commands.starting import Run, starting_job
 
     sizes, names = _sizes(gpus) if gpus else [], gpu.split(",") if gpu else []
@@ -51,16 +53,11 @@ def run_plan(
     start = starting_job(job_path, Run(*first, seq_length, global_batch_size))
     file, job = start.file, start.job
     if (gpus is None and gpu is None) or (start.made and max(len(sizes), len(names)) <= 1):
-        answer = plan_document(
-            job,
-            request,
-            where=str(file),
-            base_folder=file.resolve().parent,
-            start=start.candidate,
-        )
+        prepared = prepare(job, where=str(file), base_folder=file.resolve().parent)
+        answer = planned(prepared, request, where=str(file), start=start.candidate)
         answer["assumed"] = dict(start.assumed)
         if html is not None:
-            _write_html(answer, job, file, html)
+            _write_html(answer, prepared, file, html)
         if as_json:
             print_json(answer)
         else:
@@ -87,23 +84,23 @@ def run_plan(
 
 
 def plan_document(
-    job: Job,
-    request: PlanRequest,
-    *,
-    where: str,
-    base_folder: Path,
-    start: Candidate | None = None,
+    job: Job, request: PlanRequest, *, where: str, base_folder: Path
 ) -> dict[str, Any]:
-    """The document of `tuner plan` for a job, with what `start` gives beside its best candidates.
-
-    Raises InputError naming what is wrong with the job.
-    """
+    """The document of `tuner plan` for a job. Raises InputError naming what is wrong with it."""
     from tuner.cluster.prepared import prepare
+
+    return planned(prepare(job, where=where, base_folder=base_folder), request, where=where)
+
+
+def planned(
+    prepared: PreparedJob, request: PlanRequest, *, where: str, start: Candidate | None = None
+) -> dict[str, Any]:
+    """`plan_document` of a prepared job, with what `start` gives beside its best candidates."""
     from tuner.search.explain import explain_best
     from tuner.search.planning.machine import workplace_of
     from tuner.search.planning.plan import plan_space, require_gpu_space
 
-    prepared = prepare(job, where=where, base_folder=base_folder)
+    job = prepared.job
     require_gpu_space(prepared.space)
     if job.cluster.device == "cpu":
         raise InputError(
@@ -266,11 +263,9 @@ def _on_cluster(job: Job, request: PlanRequest, where: str, base_folder: Path) -
     return entry
 
 
-def _write_html(answer: Mapping[str, Any], job: Job, file: Path, html: Path) -> None:
-    from tuner.cluster.prepared import prepare
+def _write_html(answer: Mapping[str, Any], prepared: PreparedJob, file: Path, html: Path) -> None:
     from tuner.report import write_plan_report
 
-    prepared = prepare(job, where=str(file), base_folder=file.resolve().parent)
     with working("report") as told:
         write_plan_report(answer, prepared, file, html, told)
 
