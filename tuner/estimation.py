@@ -18,7 +18,7 @@ from tuner.memory.allocator_settings import AllocatorSettings
 from tuner.memory.categories import activations_at, breakdown_at
 from tuner.memory.fixed_costs import FixedCosts, fixed_costs
 from tuner.models import MODEL_INPUTS, ModelSpec, ModelSpecError, get_model
-from tuner.precision import expand_precision
+from tuner.precision import expand_precision, of_frontend
 
 if TYPE_CHECKING:
     from tuner.memory.trace import Trace
@@ -59,7 +59,7 @@ class EstimateRequest:
         architecture = {name: config.pop(name) for name in MODEL_INPUTS if name in config}
         gpu = get_gpu(_required(run, "gpu", "name one, e.g. h100"))
         precision, config = expand_precision(run.get("precision", "bf16"), config)
-        candidate = Candidate.from_flat(config)
+        candidate = Candidate.from_flat(of_frontend(document.get("frontend"), config))
         world_size = _size(run, "world_size")
         global_batch_size = _size(run, "global_batch_size")
         _check_shape(candidate, world_size, global_batch_size)

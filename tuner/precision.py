@@ -75,6 +75,19 @@ def expand_precision(name: object, config: Mapping[str, Any]) -> tuple[str, dict
     return "bf16", recipe | dict(config)
 
 
+def of_frontend(frontend: object, config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` (after `expand_precision`) with what `frontend` adds to it unasked.
+
+    Megatron Bridge's mixed precision hands its `fp8_recipe`, "tensorwise" where nobody chose one,
+    to the optimizer also without FP8. A precision-aware optimizer then keeps float32 main weights
+    and makes float32 gradients in its step (bridge/training/mixed_precision.py:
+    MixedPrecisionConfig.setup; core/optimizer/optimizer_config.py: OptimizerConfig.__post_init__).
+    """
+    if frontend != "bridge" or not config.get("use_precision_aware_optimizer"):
+        return dict(config)
+    return {"fp8_recipe": "tensorwise", **config}
+
+
 _OF_RECIPE = {
     "delayed": "fp8_ds",
     "tensorwise": "fp8_cs",

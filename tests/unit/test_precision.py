@@ -1,7 +1,7 @@
 import pytest
 
 from tuner.errors import InputError
-from tuner.precision import PRECISIONS, expand_precision
+from tuner.precision import PRECISIONS, expand_precision, of_frontend
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "fp32"])
@@ -41,3 +41,11 @@ def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(InputError, match="mxfp8"):
         expand_precision("fp7", {})
     assert len(set(PRECISIONS)) == len(PRECISIONS)
+
+
+def test_bridge_hands_its_recipe_to_a_precision_aware_optimizer() -> None:
+    aware = {"use_precision_aware_optimizer": True}
+    assert of_frontend("bridge", aware)["fp8_recipe"] == "tensorwise"
+    assert of_frontend("bridge", {**aware, "fp8_recipe": "delayed"})["fp8_recipe"] == "delayed"
+    assert of_frontend("mcore", aware) == of_frontend(None, aware) == aware
+    assert of_frontend("bridge", {}) == {}

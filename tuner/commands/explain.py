@@ -115,6 +115,7 @@ def _scales(request: EstimateRequest, frontend: str) -> Scales:
         global_batch_size=request.global_batch_size,
         precision=request.precision,
         rates=shipped_calibration(request.gpu.name, key).rates,
+        frontend=frontend,
     )
     version = mcore_version()
     checker = ValidityChecker(

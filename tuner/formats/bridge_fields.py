@@ -126,6 +126,18 @@ def _recipe_resets(settings: Settings) -> Iterator[tuple[str, Any]]:
         yield "comm_overlap", None
     if "mixed_precision" not in given and PRECISION_FIELDS & set(given):
         yield "mixed_precision", None
+        yield from _base_precision(settings)
+
+
+def _base_precision(settings: Settings) -> Iterator[tuple[str, Any]]:
+    """The types that the recipe's mixed precision would have set, where the candidate has none."""
+    if {"fp32", "fp16", "bf16", "params_dtype"} & set(settings.fields):
+        return
+    precision = settings.precision or "bf16"
+    yield "bf16", precision == "bf16"
+    yield "fp16", precision == "fp16"
+    yield "params_dtype", precision
+    yield "pipeline_dtype", precision
 
 
 def _core_default(name: str, mcore: str, otherwise: Any) -> Any:

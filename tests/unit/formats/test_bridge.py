@@ -35,6 +35,17 @@ def test_unset_fields_undo_those_of_the_recipe() -> None:
     assert "mixed_precision=null" in words
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_without_the_recipes_mixed_precision_types_are_written(precision: str) -> None:
+    document = {"config": {"grad_reduce_in_fp32": False}, "precision": precision}
+    words = export_document(document, "bridge-cli", mcore="0.18").arguments
+    assert "mixed_precision=null" in words
+    for section in ("model", "optimizer"):
+        assert f"{section}.bf16={str(precision == 'bf16').lower()}" in words
+        dtype = {"bf16": "torch.bfloat16", "fp32": "torch.float32"}[precision]
+        assert any(w.startswith(f"++{section}.params_dtype=") and dtype in w for w in words)
+
+
 def test_the_old_spelling_of_graphs_in_a_recipe_is_taken_back() -> None:
     flat = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}
     new = export_document(flat, "bridge-cli", mcore="0.18").arguments

@@ -20,6 +20,7 @@ from tuner.memory.composition.split import SPLIT_FIELDS
 from tuner.memory.errors import UnsupportedError
 from tuner.memory.request import TRANSFORMER_ENGINE, DryRunRequest
 from tuner.models import ModelSpec
+from tuner.precision import of_frontend
 
 PIPELINE_FIELDS = (
     *SPLIT_FIELDS,
@@ -53,7 +54,8 @@ class ProfileSource:
     """How dry runs are made: precision and GPU architecture of the run, versions beneath it.
 
     `layers` says whose layers run, as in `DryRunRequest`; `mcore` is a folder with another
-    Megatron-Core than the installed one.
+    Megatron-Core than the installed one; `frontend` is what sets Megatron-Core up ("mcore",
+    "bridge" or "megatron-lm").
     """
 
     seq_length: int
@@ -62,6 +64,7 @@ class ProfileSource:
     te_version: str = "2.9.0"
     mcore: Path | None = None
     layers: str = TRANSFORMER_ENGINE
+    frontend: str = "mcore"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ def profile_task(
     world = profile_world_size(candidate)
     request = DryRunRequest(
         model=architecture,
-        config=config,
+        config=of_frontend(source.frontend, config),
         world_size=world,
         seq_length=source.seq_length,
         global_batch_size=2 * candidate.micro_batch_size * world // (tensor * context),

@@ -28,6 +28,7 @@ def document_of(candidate: Candidate, place: Workplace) -> dict[str, Any]:
         "gpu": place.gpu.name,
         "gpus_per_node": place.gpus_per_node,
         "precision": place.precision,
+        "frontend": place.frontend,
     }
 
 

@@ -85,7 +85,13 @@ class SpaceEstimator:
     def __init__(self, place: Workplace, *, workers: int | None = None) -> None:
         self.place = place
         architecture = place.gpu.architecture
-        source = ProfileSource(place.seq_length, place.precision, architecture, layers=place.layers)
+        source = ProfileSource(
+            place.seq_length,
+            place.precision,
+            architecture,
+            layers=place.layers,
+            frontend=place.frontend,
+        )
         self.memory = MemoryBook(place.model, source, workers)
         self.time = TimeBook(
             place.model,

@@ -46,6 +46,7 @@ def workplace_of(
         rates=calibration.rates,
         cores=cores,
         limit_bytes=None if limit is None else limit * _GIB,
+        frontend=prepared.checker.frontend,
     )
 
 

@@ -19,7 +19,8 @@ class Workplace:
     """A model on a number of GPUs; `rates` are what the GPUs and links sustain.
 
     With `cores`, ranks are processes that share the cores of one machine, described by `gpu`.
-    `limit_bytes` is what a rank may allocate where that is not what the GPU has.
+    `limit_bytes` is what a rank may allocate where that is not what the GPU has. `frontend` is what
+    sets Megatron-Core up: "mcore", "bridge" or "megatron-lm".
     """
 
     model: ModelSpec
@@ -32,6 +33,7 @@ class Workplace:
     rates: Rates
     cores: int | None = None
     limit_bytes: float | None = None
+    frontend: str = "mcore"
 
     @property
     def layers(self) -> str:
