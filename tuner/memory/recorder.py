@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from tuner.memory.kernel_log import KernelLog, Row
+from tuner.memory.known_shapes import KnownShapes
 from tuner.memory.trace import Trace
 from tuner.memory.values import KnownValues
 
@@ -293,6 +294,7 @@ class _RecordingMode(TorchDispatchMode):
         self._kernels: dict[Any, Any] = {}
         self._allocates: dict[Any, bool] = {}
         self._places: dict[Any, torch.device] = {}
+        self._shapes = KnownShapes()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -357,7 +359,7 @@ class _RecordingMode(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return func(*args, **kwargs)
+            return self._shapes.run(func, args, kwargs)
         except RuntimeError as error:
             if not any(part in str(error) for part in _MIXED_DEVICES):
                 raise
