@@ -143,6 +143,22 @@ def test_bridge_rows_take_what_they_leave_out_from_the_recipe():
 
 
 @pytest.mark.parametrize(
+    ("overlap", "ranks", "expected"),
+    [
+        ({"ddp.overlap_grad_reduce": False, "comm_overlap.tp_comm_overlap": False}, 2, True),
+        ({"ddp.overlap_grad_reduce": True, "comm_overlap.overlap_grad_reduce": False}, 2, False),
+        ({"ddp.overlap_grad_reduce": False}, 2, False),
+        ({"ddp.overlap_grad_reduce": False, "comm_overlap.tp_comm_overlap": False}, 1, False),
+    ],
+)
+def test_an_overlap_config_of_bridge_decides_how_gradients_are_reduced(overlap, ranks, expected):
+    row = next(r for r in ROWS.values() if r["model"] == "Moonlight-16B-A3B")
+    shards = row["tp"] * row["pp"] * (row["cp"] or 1)
+    row = row | {"overlap": overlap, "num_gpus": ranks * shards, "distributed_optimizer": True}
+    assert launch_of(row).config["overlap_grad_reduce"] is expected
+
+
+@pytest.mark.parametrize(
     ("identity", "reason"),
     [
         ("titan-0000", "torchtitan"),
