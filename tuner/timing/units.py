@@ -27,7 +27,7 @@ from tuner.models import ModelSpec
 
 EMBEDDING, MTP, HEAD = "embedding", "mtp", "head"
 
-_FORMAT = 5
+_FORMAT = 6
 """Part of every cache key: kernels written by other code are not read."""
 
 SCOPES = ("other", "attn", "mlp", "mamba", "moe", "moe_router", "moe_preprocess")
@@ -294,20 +294,23 @@ class _Key:
 
 @lru_cache(maxsize=4096)
 def _kernels_of(key: _Key) -> ModelKernels:
-    from tuner.memory.composition.measure import cache_folder
-
-    name = hashlib.sha256(key.text.encode()).hexdigest()[:32]
-    folder = cache_folder() / "kernels"
-    path = folder / f"{name}.npz"
+    path = kernels_path(key.request)
     if path.exists():
         return _load(path)
     from tuner.memory.worker_pool import record
 
     trace, stated = record(key.request)
     found = read_kernels(trace, key.request, json.loads(stated["parameters"]))
-    folder.mkdir(parents=True, exist_ok=True)
-    _save(path, found)
+    save_kernels(path, found)
     return found
+
+
+def kernels_path(request: DryRunRequest) -> Path:
+    """Where the kernels of a request are kept."""
+    from tuner.memory.composition.measure import cache_folder
+
+    name = hashlib.sha256(_Key(request).text.encode()).hexdigest()[:32]
+    return cache_folder() / "kernels" / f"{name}.npz"
 
 
 def read_kernels(
@@ -353,15 +356,25 @@ def read_kernels(
             markers.layer_backward_end(layer),
             parameters[f"layer {layer}"],
         )
-    total = sum(sum(counts) for counts in parameters.values())
+    held = [sum(int(counts[kind]) for counts in parameters.values()) for kind in (0, 1)]
+    updated = sum(n / shards for n, shards in zip(held, _shards(request), strict=True))
     optimizer, step = windows.step_bytes()
     return ModelKernels(
         units=units,
         kinds=tuple(kinds),
         hidden_bytes=_hidden_bytes(request),
-        optimizer_bytes_per_parameter=optimizer / total,
-        step_bytes_per_parameter=step / total,
+        optimizer_bytes_per_parameter=optimizer / updated,
+        step_bytes_per_parameter=step / sum(held),
     )
+
+
+def _shards(request: DryRunRequest) -> tuple[float, float]:
+    """Ranks of the dry run that share the update of dense and of expert parameters."""
+    config = request.config
+    tensor = int(config.get("tensor_model_parallel_size") or 1)
+    experts = int(config.get("expert_tensor_parallel_size") or tensor)
+    experts *= int(config.get("expert_model_parallel_size") or 1)
+    return request.world_size / tensor, request.world_size / experts
 
 
 def _request_kinds(request: DryRunRequest) -> list[str]:
@@ -496,7 +509,8 @@ _UNIT_NUMBERS = ("dense_parameters", "expert_parameters")
 _WHOLE = ("hidden_bytes", "optimizer_bytes_per_parameter", "step_bytes_per_parameter")
 
 
-def _save(path: Path, kernels: ModelKernels) -> None:
+def save_kernels(path: Path, kernels: ModelKernels) -> None:
+    """Keep kernels on disk, for any number of processes that do so at once."""
     import numpy as np
 
     arrays: dict[str, Any] = {"units": np.array(list(kernels.units), dtype=np.str_)}
@@ -507,6 +521,7 @@ def _save(path: Path, kernels: ModelKernels) -> None:
         arrays |= unit.backward.to_arrays(f"{name}/backward/")
         arrays |= {f"{name}/{part}": getattr(unit, part) for part in _UNIT_ARRAYS}
         arrays |= {f"{name}/{part}": np.int64(getattr(unit, part)) for part in _UNIT_NUMBERS}
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.npz")
     np.savez_compressed(temporary, allow_pickle=False, **arrays)
     temporary.replace(path)

@@ -1,5 +1,6 @@
 """A planned space against the estimates of each of its candidates."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tuner.candidate import Candidate
 from tuner.hardware import get_gpu
 from tuner.models import ModelSpec
 from tuner.search.enumeration import enumerate_space
@@ -106,3 +108,41 @@ def test_a_plan_counts_and_ranks_what_estimates_of_each_candidate_say() -> None:
         assert one.step_time_s == pytest.approx(found.step_time_s[row])
         assert one.memory_bytes == pytest.approx(found.memory_bytes[row])
         assert sum(one.memory_parts.values()) == pytest.approx(one.memory_bytes)
+
+
+def test_a_profile_of_memory_holds_the_kernels_that_a_run_for_kernels_gives() -> None:
+    from tuner.memory.composition import ProfileSource
+    from tuner.memory.composition.measure import measure_profile, profile_task
+    from tuner.timing.profile_runs import runs_alike
+    from tuner.timing.units import kernel_request, model_kernels, read_kernels
+
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_layer_freq": [0, 1, 1, 1]}
+    model = ModelSpec.from_flat({**MODEL, **experts})
+    setting = Candidate.from_flat(
+        {
+            "use_distributed_optimizer": True,
+            "expert_model_parallel_size": 2,
+            "moe_token_dispatcher_type": "alltoall",
+            "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn"],
+        }
+    )
+    run = {"seq_length": 512, "precision": "bf16"}
+    task = profile_task(model, setting, ProfileSource(512))
+    assert runs_alike(kernel_request(model, setting, **run), task.request)
+    seen = []
+    measure_profile(task, lambda *told: seen.append(told))
+    _, trace, stated = seen[0]
+    found = read_kernels(trace, task.request, json.loads(stated["parameters"]))
+    expected = model_kernels(model, setting, **run)
+    assert set(found.units) == set(expected.units) == {"embedding", "dense", "experts", "head"}
+    for name, unit in expected.units.items():
+        for side in ("forward", "backward"):
+            one, other = getattr(found.units[name], side), getattr(unit, side)
+            for column in ("kind", "m", "n", "k", "batch", "flops", "bytes", "op", "group_size"):
+                assert np.array_equal(getattr(one, column), getattr(other, column))
+    assert found.optimizer_bytes_per_parameter == pytest.approx(
+        expected.optimizer_bytes_per_parameter, rel=1e-3
+    )
+    other = profile_task(model, replace(setting, micro_batch_size=2), ProfileSource(512))
+    assert not runs_alike(kernel_request(model, setting, **run), other.request)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,6 +19,7 @@ from tuner.memory.composition.profile import StepProfile, read_profile
 from tuner.memory.composition.split import SPLIT_FIELDS
 from tuner.memory.errors import UnsupportedError
 from tuner.memory.request import TRANSFORMER_ENGINE, DryRunRequest
+from tuner.memory.trace import Trace
 from tuner.models import ModelSpec
 from tuner.precision import of_frontend
 
@@ -176,13 +177,17 @@ def cache_folder() -> Path:
     return Path(own) if own else Path(base) / "megatron-tuner" / "profiles"
 
 
+Watcher = Callable[[ProfileTask, Trace, Mapping[str, str]], None]
+"""Told the trace of a dry run that a task took, and what the run stated."""
+
+
 def profiles_of(
-    tasks: Sequence[ProfileTask], *, workers: int | None = None
+    tasks: Sequence[ProfileTask], *, workers: int | None = None, watcher: Watcher | None = None
 ) -> list[StepProfile | InputError]:
     """The profile of each task, or why it cannot be made.
 
     Read from disk where it is there, measured otherwise: equal tasks once, `workers` of them at a
-    time (by default one for each core).
+    time (by default one for each core), each told to `watcher` from the thread that waited for it.
     """
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -199,27 +204,31 @@ def profiles_of(
             missing[key] = task
     if missing:
         with ThreadPoolExecutor(max_workers=workers or os.cpu_count() or 1) as pool:
-            made = pool.map(lambda item: _measured(folder, *item), missing.items())
+            made = pool.map(lambda item: _measured(folder, *item, watcher), missing.items())
             found.update(zip(missing, made, strict=True))
     return [found[key] for key in keys]
 
 
-def _measured(folder: Path, key: str, task: ProfileTask) -> StepProfile | InputError:
+def _measured(
+    folder: Path, key: str, task: ProfileTask, watcher: Watcher | None
+) -> StepProfile | InputError:
     from tuner.measurement import write_json_atomically
 
     try:
-        profile = measure_profile(task)
+        profile = measure_profile(task, watcher)
     except InputError as error:
         return error
     write_json_atomically(folder / f"{key}.json", profile.to_json())
     return profile
 
 
-def measure_profile(task: ProfileTask) -> StepProfile:
+def measure_profile(task: ProfileTask, watcher: Watcher | None = None) -> StepProfile:
     """Make the dry run of a task and read the units off its trace."""
     from tuner.memory.worker_pool import record
 
     trace, stated = record(task.request, task.mcore)
+    if watcher is not None:
+        watcher(task, trace, stated)
     return read_profile(trace, task.request, task.kinds, task.shards, stated)
 
 

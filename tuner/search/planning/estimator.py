@@ -122,7 +122,7 @@ class SpaceEstimator:
 
     def measure(self, settings: Sequence[Candidate]) -> None:
         """Profile these settings: their memory and their kernels."""
-        self.memory.measure(settings)
+        self.memory.measure(settings, self.time.keep)
         self.time.measure([s for s in settings if not s.fine_grained_activation_offloading])
 
     def sustain(self, rates: Rates) -> None:

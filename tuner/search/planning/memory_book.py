@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
 from tuner.errors import InputError
@@ -16,6 +16,8 @@ from tuner.memory.composition.measure import (
     profiles_of,
     without_recompute,
 )
+from tuner.memory.request import DryRunRequest
+from tuner.memory.trace import Trace
 from tuner.models import ModelSpec
 from tuner.search.planning.anchors import Recipe, combine, needed_anchors, recipes
 
@@ -27,6 +29,10 @@ _SCALED = ("forward_change", "forward_peak", "backward_change", "backward_peak")
 """Bytes of a unit that grow with the micro-batch and shrink with recomputation."""
 
 
+Watcher = Callable[[Candidate, DryRunRequest, Trace, Mapping[str, str]], None]
+"""Told a setting, the dry run made for its profile, its trace, and what it stated."""
+
+
 class MemoryBook:
     """Profiles by setting. `exact` ones are measured for the setting itself."""
 
@@ -36,8 +42,11 @@ class MemoryBook:
         self._derived: dict[Candidate, StepProfile | InputError] = {}
         self.recipes: dict[Candidate, Recipe] = {}
 
-    def measure(self, settings: Sequence[Candidate]) -> None:
-        """Profile these settings themselves; those that cannot be keep the reason."""
+    def measure(self, settings: Sequence[Candidate], watcher: Watcher | None = None) -> None:
+        """Profile these settings themselves; those that cannot be keep the reason.
+
+        `watcher` is told each setting whose dry run was made, with the run.
+        """
         tasks, places = [], []
         for setting in dict.fromkeys(settings):
             self._derived.pop(setting, None)
@@ -48,18 +57,25 @@ class MemoryBook:
                 places.append(setting)
             except InputError as error:
                 self._measured[setting] = error
-        self._measured.update(zip(places, self._profiles(tasks), strict=True))
+        told = None
+        if watcher is not None:
+            of_task = {id(task): place for task, place in zip(tasks, places, strict=True)}
 
-    def _profiles(self, tasks: Sequence[ProfileTask]) -> list[StepProfile | InputError]:
+            def told(task: ProfileTask, *run: Any) -> None:
+                watcher(of_task[id(task)], task.request, *run)
+
+        self._measured.update(zip(places, self._profiles(tasks, told), strict=True))
+
+    def _profiles(self, tasks: Sequence[ProfileTask], told: Any) -> list[StepProfile | InputError]:
         """Profiles of tasks; one whose dry run breaks costs its own setting, not the others."""
         from tuner.memory.worker_pool import DryRunError
 
         try:
-            return profiles_of(tasks, workers=self._workers)
+            return profiles_of(tasks, workers=self._workers, watcher=told)
         except DryRunError as error:
             if len(tasks) == 1:
                 return [InputError(f"its dry run failed: {' '.join(str(error).split())[-200:]}")]
-        return [found for task in tasks for found in self._profiles([task])]
+        return [found for task in tasks for found in self._profiles([task], told)]
 
     def prepare(self, settings: Sequence[Candidate]) -> list[Candidate]:
         """The anchors of these settings and of the same without recomputation, unmeasured ones."""

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
 from tuner.errors import InputError
+from tuner.memory.request import DryRunRequest
+from tuner.memory.trace import Trace
 from tuner.models import ModelSpec
 from tuner.search.planning.anchors import Recipe
 from tuner.timing.passes import PARTS, Machine
+from tuner.timing.profile_runs import keep_kernels
 from tuner.timing.step import TimeTable
-from tuner.timing.units import ModelKernels, model_kernels
+from tuner.timing.units import ModelKernels, kernel_request, model_kernels
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,6 +98,17 @@ class TimeBook:
         missing = [anchor for anchor in dict.fromkeys(anchors) if anchor not in self._kernels]
         with ThreadPoolExecutor(max_workers=self._workers) as pool:
             self._kernels.update(zip(missing, pool.map(self._read, missing), strict=True))
+
+    def keep(self, setting: Candidate, run: DryRunRequest, trace: Trace, stated: Any) -> None:
+        """Keep the kernels in the trace of a dry run that was made for the setting's memory."""
+        request = kernel_request(
+            self._model,
+            setting,
+            seq_length=self._seq_length,
+            precision=self._precision,
+            **self._run,
+        )
+        keep_kernels(request, run, trace, stated)
 
     def _read(self, setting: Candidate) -> ModelKernels | InputError:
         from tuner.memory.worker_pool import DryRunError
