@@ -121,10 +121,13 @@ _WARMUP_STEPS = 3
 
 
 def _read_before_capture(row: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Whether the published peak is that of an iteration without CUDA graphs yet."""
-    if config.get("cuda_graph_impl") != "transformer_engine":
-        return False
+    """Whether the published peak is that of an iteration without CUDA graphs yet.
+
+    A run that ended out of memory has no peak to compare, and is judged as it was configured.
+    """
     published = row.get("measured") or {}
+    if config.get("cuda_graph_impl") != "transformer_engine" or published.get("oom"):
+        return False
     told = f"{published.get('mem_definition')} {published.get('notes')}"
     steps = [int(step) for step in _READ_AT.findall(told)]
     return bool(steps) and max(steps) <= config.get("cuda_graph_warmup_steps", _WARMUP_STEPS)
@@ -247,12 +250,16 @@ def _provided(config: Mapping[str, Any]) -> dict[str, Any]:
 
     src/megatron/bridge/models/*/*_bridge.py: every model with experts is given the all-to-all
     dispatcher and fused permutation; recipes change the dispatcher to "flex" or not at all.
+    scripts/performance/utils/overrides.py: with CUDA graphs goes Transformer Engine's generator of
+    random numbers.
     """
     fields: dict[str, Any] = {}
     if config.get("moe_token_dispatcher_type") == "allgather":
         fields["moe_token_dispatcher_type"] = "alltoall"
     if config.get("moe_permute_fusion") is False:
         fields["moe_permute_fusion"] = True
+    if config.get("cuda_graph_impl") not in (None, "none"):
+        fields["use_te_rng_tracker"] = True
     return fields
 
 
