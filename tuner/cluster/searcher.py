@@ -99,6 +99,7 @@ class StudySearcher(Searcher):
         self._seats_json = seats_json
         self._on_start, self._on_end = on_start, on_end
         self._flights: dict[str, Flight] = {}
+        self._longest_s: dict[int, float] = {}
         self._ended = False
         self.ended_because = "budget spent"
 
@@ -111,8 +112,9 @@ class StudySearcher(Searcher):
         concurrent = self._limits.concurrent
         if concurrent is not None and self._dispatcher.running >= concurrent:
             return None
-        self._propose()
         flight = self._dispatcher.next()
+        if flight is None and self._propose():
+            flight = self._dispatcher.next()
         if flight is not None:
             return self._launch(trial_id, flight)
         if self._dispatcher.running:
@@ -122,22 +124,22 @@ class StudySearcher(Searcher):
             return None
         return Searcher.FINISHED if self._ended else None
 
-    def _propose(self) -> None:
-        """Put proposals in line: one where there is room for it now, or up to `lookahead`."""
-        while not self._ended and self._wants_more():
-            spent = "budget spent" if self._left <= 0 else self._spent()
-            proposal = None if spent is not None else self._study.ask()
-            if proposal is None:
-                self._end(spent or "the space has no other valid candidate")
-                return
-            self._left -= 1
-            self._dispatcher.submit(
-                Flight(
-                    proposal,
-                    self._plan.placement_of(proposal.candidate),
-                    self._expected_s(proposal),
-                )
-            )
+    def _propose(self) -> bool:
+        """Put a proposal in line where one is wanted; whether there was one.
+
+        One at a time: endings that came in while it was made are heard before the next is.
+        """
+        if self._ended or not self._wants_more():
+            return False
+        spent = "budget spent" if self._left <= 0 else self._spent()
+        proposal = None if spent is not None else self._study.ask()
+        if proposal is None:
+            self._end(spent or "the space has no other valid candidate")
+            return False
+        self._left -= 1
+        placement = self._plan.placement_of(proposal.candidate)
+        self._dispatcher.submit(Flight(proposal, placement, self._expected_s(proposal)))
+        return True
 
     def _wants_more(self) -> bool:
         if self._plan.placement is None:
@@ -191,11 +193,15 @@ class StudySearcher(Searcher):
         return None
 
     def _expected_s(self, proposal: Proposal) -> float:
-        """How long the trial should take, to plan who may overtake whom; at most its timeout."""
+        """How long the trial should take, to plan who may overtake whom; at most its timeout.
+
+        Without an estimate: as long as the longest that completed, of its size where there is one.
+        """
         spec = self._plan.spec_of(proposal.candidate)
         step_time_s = (proposal.expected or {}).get("step_time_s")
         if step_time_s is None:
-            return spec.timeout_s
+            longest = max(self._longest_s.values(), default=spec.timeout_s)
+            return self._longest_s.get(spec.world_size, longest)
         steps = spec.warmup_steps + spec.measure_steps
         return min(spec.timeout_s, START_S + steps * float(step_time_s))
 
@@ -226,6 +232,9 @@ class StudySearcher(Searcher):
             assert result is not None
             reached = TrialResult.from_json(json.loads(result[RESULT_KEY]))
         number = flight.proposal.number
+        if reached.outcome is Outcome.COMPLETED:
+            size = flight.placement.world_size
+            self._longest_s[size] = max(reached.duration_s, self._longest_s.get(size, 0.0))
         reached = self._within_limit(flight.proposal, reached)
         ended, decision = self._dispatcher.ended(number, reached, died=died)
         if decision.stops:

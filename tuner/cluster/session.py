@@ -31,8 +31,11 @@ def ray_session(prepared: PreparedJob, address: str | None) -> Iterator[None]:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-    # Trials reach Tune once they have nodes, so none of them waits for another to start.
-    os.environ.setdefault("TUNE_MAX_PENDING_TRIALS_PG", "32")
+    # Trials reach Tune once they have nodes. Each new actor's imports keep a core busy for seconds:
+    # more at once would all start late, and hold their nodes meanwhile.
+    os.environ.setdefault("TUNE_MAX_PENDING_TRIALS_PG", str(max(4, 2 * (os.cpu_count() or 1))))
+    # The study's storage is what it resumes from; Tune's own state is not needed.
+    os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "3600")
     # Ray lowers its workers' priority by 15, which would slow the measured ranks.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from tuner.tracking.mlflow_records import StudyRecords
 
 _LOOKAHEAD = 12
-"""Trials in line where candidates differ in size, for small ones to fill the gaps."""
+"""Trials in line where candidates differ in size, for small ones to fill the gaps; one for each
+node of a larger cluster."""
 
 FindNodes = Callable[[], Sequence[RayNode]]
 
@@ -216,7 +217,7 @@ def _searcher(
         Limits(
             trials=job.budget.trials - len(done),
             concurrent=job.trainable.max_concurrent or (1 if job.cluster.device == "cpu" else None),
-            lookahead=_LOOKAHEAD,
+            lookahead=max(_LOOKAHEAD, job.cluster.nodes),
             race=job.search.race,
         ),
         seats_json=fleet.seats_json,
@@ -228,6 +229,7 @@ def _searcher(
 def _fit(searcher: StudySearcher, directory: StudyDirectory) -> None:
     from ray import tune
 
+    from tuner.cluster.kept_actors import KeepActors
     from tuner.cluster.searcher import StudySearch
     from tuner.cluster.trial_actor import TrialActor
 
@@ -237,6 +239,7 @@ def _fit(searcher: StudySearcher, directory: StudyDirectory) -> None:
         tune.with_resources(TrialActor, resources),
         tune_config=tune.TuneConfig(
             search_alg=StudySearch(searcher),
+            scheduler=KeepActors(),
             num_samples=-1,
             reuse_actors=True,
         ),

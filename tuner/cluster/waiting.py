@@ -2,8 +2,9 @@
 
 The first in line is promised the nodes that come free soonest. Others may overtake it on nodes it
 is not promised, or where they end before it could start (backfilling with one reservation; Lifka,
-"The ANL/IBM SP scheduling system", 1995). Once that moment has passed, nobody overtakes on promised
-nodes, so trials that run longer than expected cannot starve a large one.
+"The ANL/IBM SP scheduling system", 1995), the largest first: small ones would break up the room
+that only few fit. Once that moment has passed, nobody overtakes on promised nodes, so trials that
+run longer than expected cannot starve a large one.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class WaitingLine:
             return self._start(head), seats
         start_at, promised = _reservation(head, ledger, running)
         latest = min(start_at, self._promised_at.setdefault(head.number, start_at))
-        for trial in self._line[1:]:
+        for trial in sorted(self._line[1:], key=lambda one: -one.placement.world_size):
             avoid = _avoided(trial, ledger)
             seats = ledger.find(trial.placement, avoid | promised)
             if seats is None and now + trial.expected_s <= latest:

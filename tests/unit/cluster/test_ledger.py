@@ -87,6 +87,17 @@ def test_small_trials_overtake_only_off_the_promised_nodes_or_in_time():
     assert line.next(ledger, running, now=101.0) is None
 
 
+def test_the_largest_that_fits_beside_the_promised_nodes_overtakes_first():
+    ledger, line = Ledger(nodes(4)), WaitingLine()
+    held = ledger.find(Placement((8,), "cuda"))
+    ledger.take(held)
+    line.add(Waiting(0, Placement((8,) * 4, "cuda"), 10.0))
+    line.add(Waiting(1, Placement((1,), "cuda"), 5.0))
+    line.add(Waiting(2, Placement((8,) * 3, "cuda"), 5.0))
+    started, _ = line.next(ledger, [Running(held, 100.0)], 0.0)
+    assert started.number == 2
+
+
 def test_a_trial_avoids_a_node_only_while_others_can_hold_it():
     ledger = Ledger(nodes(2))
     line = WaitingLine()
