@@ -224,14 +224,20 @@ def run_batch_size(request: EstimateRequest) -> int:
 
     A pipeline rank holds its largest number of micro-batches once the first forward passes are
     through; three rounds of the pipeline are past that point under every schedule of Megatron-Core,
-    and four micro-batches are past the first accumulation of gradients.
+    and four micro-batches are past the first accumulation of gradients. Where the gradient of the
+    output layer's weight is deferred, tensors pile up until the limit or the last micro-batch.
     """
     candidate = request.candidate
-    group = dict(candidate.extra).get("microbatch_group_size_per_vp_stage") or 1
+    extra = dict(candidate.extra)
+    group = extra.get("microbatch_group_size_per_vp_stage") or 1
     replicas = max(1, request.world_size // max(1, candidate.model_parallel_size()))
     step = candidate.micro_batch_size * replicas
     round_size = max(candidate.pipeline_model_parallel_size, group)
-    return min(request.global_batch_size, step * max(4, 3 * round_size))
+    rounds = max(4, 3 * round_size)
+    if extra.get("defer_embedding_wgrad_compute"):
+        limit = extra.get("wgrad_deferral_limit") or 0
+        rounds = max(rounds, limit + round_size) if limit else request.global_batch_size
+    return min(request.global_batch_size, step * rounds)
 
 
 def dry_run_trace(request: EstimateRequest, rank: int) -> Trace:

@@ -109,3 +109,24 @@ def test_a_composed_peak_is_that_of_a_full_dry_run(name, tmp_path, monkeypatch) 
         for stage in range(stages)
     )
     assert composed == pytest.approx(dry, rel=0.01)
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_deferred_gradients_of_the_output_layer_pile_up(limit, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("MEGATRON_TUNER_CACHE", str(tmp_path))
+    model = ModelSpec.from_flat(LLAMA)
+    flat = {**PP2, **TP2, "use_distributed_optimizer": True, "gradient_accumulation_fusion": True}
+    deferred = {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": limit}
+    run = {"world_size": 4, "global_batch_size": 8}
+
+    def last_stage(config: dict) -> tuple[int, int]:
+        candidate = Candidate.from_flat(config)
+        memory = stage_memories(model, candidate, ProfileSource(SEQUENCE), **run)[1]
+        dry = dry_run(model, candidate, seq_length=SEQUENCE, rank=3, **run)
+        return int(memory.peak[0]), dry.peak_allocated_bytes
+
+    plain, kept = last_stage(flat), last_stage({**flat, **deferred})
+    logits = 2 * SEQUENCE * LLAMA["vocab_size"] // 2
+    waiting = limit or 8
+    assert kept[1] - plain[1] > (waiting - 1) * logits
+    assert abs(kept[0] - kept[1]) < 1.2 * logits

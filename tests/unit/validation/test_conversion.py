@@ -158,6 +158,14 @@ def test_an_overlap_config_of_bridge_decides_how_gradients_are_reduced(overlap, 
     assert launch_of(row).config["overlap_grad_reduce"] is expected
 
 
+def test_a_peak_read_before_layers_are_captured_is_that_of_eager_steps():
+    completed = launch_of(ROWS["mbridge-skill-0010"])  # "peak after iteration 2"
+    assert completed.config["cuda_graph_impl"] == "none"
+    assert any("captured" in note for note in completed.assumptions)
+    ended_out_of_memory = launch_of(ROWS["mbridge-skill-0008"])
+    assert ended_out_of_memory.config["cuda_graph_impl"] == "transformer_engine"
+
+
 @pytest.mark.parametrize(
     ("identity", "reason"),
     [

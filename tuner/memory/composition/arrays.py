@@ -74,6 +74,7 @@ class ProfileTable:
         self.experts = np.array(expert_tensor) * np.array(
             [c.expert_model_parallel_size for c in settings]
         )
+        self.sequence = np.array([c.sequence_parallel for c in settings])
         self.sharded = np.array([c.use_distributed_optimizer for c in settings])
         self._bucketed = [bool(dict(c.extra).get("overlap_grad_reduce")) for c in settings]
         self._equal_shapes: dict[str, Mapping[str, Any]] = {}
@@ -219,6 +220,20 @@ class Composer:
                 again = with_left and moment.left[moment.chunk]
                 held[row] += part.backward_again if again else part.backward_peak
         result: Bytes = held.max(axis=0)
+        if self.pipeline.deferred and HEAD in chunks[-1]:
+            return result + self.pipeline.deferred * self._deferred()
+        return result
+
+    def _deferred(self) -> Bytes:
+        """What a micro-batch keeps until the pipeline's flush where the gradient of the output
+        layer's weight is computed then: that layer's input, and the gradient of the logits. Of one
+        micro-batch its passes held the same, so that peaks may be high by as much."""
+        import numpy as np
+
+        table, size = self.table, self.table.model.hidden_size
+        vocabulary = table.unit(HEAD, "dense_parameters", self.rows) / size  # of one rank
+        gathered = np.where(table.sequence[self.rows], table.tensor[self.rows], 1)
+        result: Bytes = self.hidden * (1.0 + vocabulary * gathered / size)
         return result
 
     def _chunk(self, names: Chunk) -> _ChunkBytes:

@@ -46,7 +46,8 @@ class Pipeline:
     `recompute` is the method and the number of layers of full recompute, `instances` the number of
     distributed optimizer instances, `offloaded` the number of layers whose activations go to the
     host, and `buffered` whether they come back into buffers that stay. `host_fraction` is the share
-    of optimizer state that is to be on the host.
+    of optimizer state that is to be on the host. `deferred` counts the micro-batches whose gradient
+    of the output layer's weight waits for the pipeline's flush (`defer_embedding_wgrad_compute`).
     """
 
     split: Split
@@ -56,6 +57,7 @@ class Pipeline:
     offloaded: int = 0
     buffered: bool = False
     host_fraction: float = 0.0
+    deferred: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +104,13 @@ def index_candidates(
     settings, renumbered = _merged([_setting(model, flat) for flat in flats])
     setting = renumbered[setting]
 
-    rounds = _rounds(table, world_size, global_batch_size)
+    microbatches = _microbatches(table, world_size, global_batch_size)
+    rounds, deferred = _rounds(table, microbatches), _deferred(table, microbatches)
     names = [name for name in table.names if name in _PIPELINE_COLUMNS]
-    pipeline, examples = table.distinct(names, rounds)
+    pipeline, examples = table.distinct(names, rounds * (1 + int(deferred.max())) + deferred)
     found: list[Any] = []
     for row in examples.tolist():
-        found.append(_pipeline(model, table.row(row), int(rounds[row])))
+        found.append(_pipeline(model, table.row(row), int(rounds[row]), int(deferred[row])))
     problems = tuple(dict.fromkeys(item for item in found if isinstance(item, str)))
     pipelines, renumbered = _merged([None if isinstance(p, str) else p for p in found])
     reasons = np.array(
@@ -150,15 +153,30 @@ def _setting(model: ModelSpec, flat: dict[str, Any]) -> Candidate:
     return Candidate.from_flat(collect_env(flat))
 
 
-def _rounds(table: _Columns, world_size: int, global_batch_size: int) -> Codes:
+def _microbatches(table: _Columns, world_size: int, global_batch_size: int) -> Codes:
+    """Micro-batches of a step, `[row]`."""
+    import numpy as np
+
+    ranks = table.numbers("tensor_model_parallel_size", 1) * table.numbers(_STAGES, 1)
+    ranks = ranks * table.numbers("context_parallel_size", 1)
+    sequences = table.numbers("micro_batch_size", 1) * np.maximum(1, world_size // ranks)
+    return np.maximum(1, global_batch_size // sequences)
+
+
+def _deferred(table: _Columns, microbatches: Codes) -> Codes:
+    """Micro-batches whose gradient of the output layer waits at most, `[row]`."""
+    import numpy as np
+
+    limit = table.numbers("wgrad_deferral_limit", 0)
+    waiting = np.where(limit > 0, np.minimum(limit, microbatches), microbatches)
+    return np.where(table.numbers("defer_embedding_wgrad_compute", 0) > 0, waiting, 0)
+
+
+def _rounds(table: _Columns, microbatches: Codes) -> Codes:
     """Micro-batches of each row that show every state of its schedule."""
     import numpy as np
 
-    stages = table.numbers("pipeline_model_parallel_size", 1)
-    ranks = table.numbers("tensor_model_parallel_size", 1) * stages
-    ranks = ranks * table.numbers("context_parallel_size", 1)
-    sequences = table.numbers("micro_batch_size", 1) * np.maximum(1, world_size // ranks)
-    microbatches = np.maximum(1, global_batch_size // sequences)
+    stages = table.numbers(_STAGES, 1)
     group = table.numbers("microbatch_group_size_per_vp_stage", 0)
     group = np.where(group > 0, group, stages)
     keys = (microbatches * 100_003 + stages) * 100_003 + group
@@ -172,7 +190,9 @@ def _rounds(table: _Columns, world_size: int, global_batch_size: int) -> Codes:
     return np.array(steady, dtype=np.int64)[inverse]
 
 
-def _pipeline(model: ModelSpec, flat: Mapping[str, Any], rounds: int) -> Pipeline | str:
+def _pipeline(
+    model: ModelSpec, flat: Mapping[str, Any], rounds: int, deferred: int
+) -> Pipeline | str:
     """The pipeline of a flat candidate, or why there is none."""
     stages = int(flat.get("pipeline_model_parallel_size") or 1)
     try:
@@ -201,7 +221,7 @@ def _pipeline(model: ModelSpec, flat: Mapping[str, Any], rounds: int) -> Pipelin
     fraction = 0.0
     if flat.get("optimizer_cpu_offload"):
         fraction = float(flat.get("optimizer_offload_fraction") or 0.0)
-    return Pipeline(split, shape, recompute, instances, offloaded, buffered, fraction)
+    return Pipeline(split, shape, recompute, instances, offloaded, buffered, fraction, deferred)
 
 
 class _Columns:

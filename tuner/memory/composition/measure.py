@@ -29,6 +29,8 @@ PIPELINE_FIELDS = (
     "overlap_p2p_comm",
     "batch_p2p_comm",
     "deallocate_pipeline_outputs",
+    "defer_embedding_wgrad_compute",
+    "wgrad_deferral_limit",
     "recompute_num_layers",
     "cpu_offloading_num_layers",
     "cpu_offloading_double_buffering",
@@ -204,7 +206,7 @@ def profiles_of(
             missing[key] = task
     if missing:
         with ThreadPoolExecutor(max_workers=workers or os.cpu_count() or 1) as pool:
-            made = pool.map(lambda item: _measured(folder, *item, watcher), missing.items())
+            made = pool.map(lambda key: _measured(folder, key, missing[key], watcher), missing)
             found.update(zip(missing, made, strict=True))
     return [found[key] for key in keys]
 
