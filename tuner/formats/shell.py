@@ -53,28 +53,36 @@ def read_script(text: str) -> Script:
 
 def _logical_lines(text: str) -> list[str]:
     """Lines with continuations joined and arrays and open quotes kept together."""
-    joined = re.sub(r"\\\r?\n", " ", text)
     lines: list[str] = []
-    pending = ""
-    for raw in joined.splitlines():
-        pending = f"{pending}\n{raw}" if pending else raw
-        if _is_open(pending):
+    pending: list[str] = []
+    part, quote, array = "", "", False
+    for raw in re.sub(r"\\\r?\n", " ", text).splitlines():
+        part = f"{part}\n{raw}" if part else raw
+        if quote not in raw:
             continue
-        lines.append(pending)
-        pending = ""
-    if pending:
-        lines.append(pending)
+        words, quote = _words(part)
+        if words is None:
+            continue
+        pending.append(part)
+        part = ""
+        array = array or any(_array_start(word) for word in words)
+        if array and not any(word.endswith(")") for word in words):
+            continue
+        lines.append("\n".join(pending))
+        pending, array = [], False
+    if part or pending:
+        lines.append("\n".join([*pending, part] if part else pending))
     return lines
 
 
-def _is_open(text: str) -> bool:
-    """Whether a quote or the parenthesis of an array is still open."""
+def _words(text: str) -> tuple[list[str] | None, str]:
+    """The words of a text; None where a quote is still open, and what would close it."""
+    lexer = _lexer(text)
     try:
-        words = _split(text)
+        return list(lexer), ""
     except ValueError:
-        return True
-    starts = [word for word in words if _array_start(word)]
-    return bool(starts) and not any(word.endswith(")") for word in words)
+        open_quote = getattr(lexer, "state", None)  # typeshed does not know it
+        return None, open_quote if open_quote in ("'", '"') else ""
 
 
 def _array_start(word: str) -> bool:
@@ -83,10 +91,14 @@ def _array_start(word: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
+    return list(_lexer(text))
+
+
+def _lexer(text: str) -> shlex.shlex:
     lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
     lexer.whitespace_split = True
     lexer.commenters = "#" if _has_comment(text) else ""
-    return list(lexer)
+    return lexer
 
 
 def _has_comment(text: str) -> bool:
