@@ -25,7 +25,7 @@ from tuner.timing.topology import Links, Span, group_span
 from tuner.timing.units import SCOPES, UnitKernels
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     Seconds = NDArray[np.float64]
 
@@ -123,19 +123,27 @@ def pass_seconds(
         + plan.graphs * rates.graph_launch_s
         + plan.nodes * rates.host_node_s
     )
-    parts["host"] = _waited(host, sum(parts.values()))
+    parts["host"] = float(host_wait(host, sum(parts.values())))
     return np.array([parts[name] for name in PARTS])
 
 
-def _waited(host_s: float, device_s: float) -> float:
-    """What a pass takes longer than its device work because the host launches it.
+def host_wait(host_s: ArrayLike, device_s: ArrayLike) -> Seconds:
+    """What passes take longer than their device work because the host launches them.
 
     The slower of the two decides, softly: within a pass the host is ahead of long kernels and
     behind short ones.
     """
-    if device_s <= 0.0:
-        return host_s
-    return float(device_s * ((1.0 + (host_s / device_s) ** _SHARPNESS) ** (1 / _SHARPNESS) - 1.0))
+    host, device = np.asarray(host_s, float), np.asarray(device_s, float)
+    both: Seconds = (host**_SHARPNESS + np.maximum(device, 0.0) ** _SHARPNESS) ** (1 / _SHARPNESS)
+    return both - np.maximum(device, 0.0)
+
+
+def host_work(wait_s: ArrayLike, device_s: ArrayLike) -> Seconds:
+    """The host's time in passes that wait this long for it: `host_wait` undone."""
+    wait, device = np.asarray(wait_s, float), np.maximum(np.asarray(device_s, float), 0.0)
+    powers = (device + wait) ** _SHARPNESS - device**_SHARPNESS
+    work: Seconds = np.maximum(powers, 0.0) ** (1 / _SHARPNESS)
+    return work
 
 
 _SHARPNESS = 4.0

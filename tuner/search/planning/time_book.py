@@ -14,7 +14,7 @@ from tuner.memory.request import DryRunRequest
 from tuner.memory.trace import Trace
 from tuner.models import ModelSpec
 from tuner.search.planning.anchors import Recipe
-from tuner.timing.passes import PARTS, Machine
+from tuner.timing.passes import PARTS, Machine, host_wait, host_work
 from tuner.timing.profile_runs import keep_kernels
 from tuner.timing.step import TimeTable
 from tuner.timing.units import ModelKernels, kernel_request, model_kernels
@@ -136,7 +136,7 @@ class TimeBook:
             if isinstance(own, InputError):
                 return own
             found[anchor] = own
-        return _derived(recipe, found)
+        return derived_figures(recipe, found)
 
     def _own(self, setting: Candidate, graph: Graph) -> UnitFigures | InputError:
         key = (setting, graph)
@@ -156,11 +156,16 @@ class TimeBook:
         return forward[0], backward[0], parameters[0], whole[0]
 
 
-def _derived(recipe: Recipe, found: dict[Candidate, UnitFigures]) -> UnitFigures:
+def derived_figures(recipe: Recipe, found: dict[Candidate, UnitFigures]) -> UnitFigures:
     """A larger micro-batch continues the line through one and two; recomputation adds its own
-    kernels, as many times longer as the setting's passes are."""
+    kernels, as many times longer as the setting's passes are.
+
+    The host launches the same for every micro-batch, and for recomputation what that adds: only
+    how long the device waits for it follows from both.
+    """
     once = found[recipe.once]
     forward, backward, whole = once.forward, once.backward, once.whole
+    forward_host, backward_host = _host(forward), _host(backward)
     if recipe.batch > 1:
         twice, more = found[recipe.twice], recipe.batch - 1
         forward = forward + more * (twice.forward - forward)
@@ -170,8 +175,29 @@ def _derived(recipe: Recipe, found: dict[Candidate, UnitFigures]) -> UnitFigures
         plain = found[recipe.unchanged]
         longer = _compute(backward) / _compute(plain.backward)
         for anchor in recipe.changed:
-            backward = backward + longer * (found[anchor].backward - plain.backward)
+            changed = found[anchor].backward
+            backward = backward + longer * (changed - plain.backward)
+            backward_host = backward_host + _host(changed) - _host(plain.backward)
+    if recipe.batch > 1 or recipe.changed:
+        forward = _waiting(forward, forward_host)
+        backward = _waiting(backward, backward_host)
     return UnitFigures(forward, backward, once.parameters, whole)
+
+
+_HOST = PARTS.index("host")
+
+
+def _host(passes: Values) -> Values:
+    """Seconds of the host in passes `[unit, part]`, `[unit]`."""
+    return host_work(passes[:, _HOST], passes.sum(axis=1) - passes[:, _HOST])
+
+
+def _waiting(passes: Values, host_s: Values) -> Values:
+    """The passes where the host works this long for each unit."""
+    result = passes.copy()
+    device = passes.sum(axis=1) - passes[:, _HOST]
+    result[:, _HOST] = host_wait(host_s.clip(min=0.0), device)
+    return result
 
 
 def _compute(passes: Values) -> float:
