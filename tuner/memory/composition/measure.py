@@ -31,6 +31,7 @@ PIPELINE_FIELDS = (
     "deallocate_pipeline_outputs",
     "defer_embedding_wgrad_compute",
     "wgrad_deferral_limit",
+    "overlap_param_gather_with_optimizer_step",  # splits the optimizer by chunk: a profile has one
     "recompute_num_layers",
     "cpu_offloading_num_layers",
     "cpu_offloading_double_buffering",
