@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,17 @@ def run_estimate(
 
 
 def estimate_document(
-    document: Mapping[str, Any], *, where: str, base_folder: Path = Path(), method: str = "dryrun"
+    document: Mapping[str, Any],
+    *,
+    where: str,
+    base_folder: Path = Path(),
+    method: str = "dryrun",
+    ranks: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """The estimate of one input document by "dryrun" or "composed".
 
-    Raises InputError naming the field and the file.
+    `ranks` are those to dry-run, by default all that may hold the peak. Raises InputError naming
+    the field and the file.
     """
     from tuner.estimation import estimate
     from tuner.estimation_composed import estimate_composed
@@ -65,7 +71,9 @@ def estimate_document(
 
     try:
         document = with_model(document, base_folder)
-        return estimate_composed(document) if method == "composed" else estimate(document)
+        if method == "composed":
+            return estimate_composed(document)
+        return estimate(document, ranks=ranks)
     except (UnsupportedError, DryRunError) as error:
         raise InputError(f"cannot be estimated: {error}", where=where) from None
     except InputError as error:

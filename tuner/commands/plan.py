@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,17 +170,19 @@ def _confirmed(
     from tuner.commands.estimate import estimate_document
     from tuner.search.planning.confirm import confirm
 
+    def dry_run(document: Mapping[str, Any], ranks: Sequence[int] | None) -> Mapping[str, Any]:
+        return estimate_document(document, where="plan", ranks=ranks)
+
     found: dict[str, dict[str, Any]] = {}
-    fitting = 0
-    for one in plan.best[: 2 * count]:
-        if fitting >= count:
-            break
-        bar.show("dry runs of finalists", fitting, count)
-        answer = confirm(
-            one.candidate, place, lambda document: estimate_document(document, where="plan")
-        )
-        found[one.candidate.key] = answer
-        fitting += answer["fits"] is not False
+    left, fitting = list(plan.best[: 2 * count]), 0
+    with ThreadPoolExecutor(max_workers=max(1, count)) as pool:
+        while left and fitting < count:
+            bar.show("dry runs of finalists", fitting, count)
+            batch, left = left[: count - fitting], left[count - fitting :]
+            answers = pool.map(lambda one: confirm(one.candidate, place, dry_run), batch)
+            for one, answer in zip(batch, answers, strict=True):
+                found[one.candidate.key] = answer
+                fitting += answer["fits"] is not False
     return found
 
 

@@ -1,18 +1,28 @@
-"""Full dry runs of a plan's finalists, kept on disk like profiles."""
+"""Full dry runs of a plan's finalists, kept on disk like profiles.
+
+A finalist is dry-run on the pipeline stages that composition says are fullest: what they need is
+what it needs, and a pipeline of sixteen stages takes minutes to run on all of them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tuner.candidate import Candidate
 from tuner.memory.composition import ProfileSource
 from tuner.search.planning.workplace import Workplace
 
-Estimate = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""Gives the document of `tuner estimate` for an input document."""
+Estimate = Callable[[Mapping[str, Any], Sequence[int] | None], Mapping[str, Any]]
+"""Gives the document of `tuner estimate` for an input document and the ranks to dry-run (None for
+all that may hold the peak)."""
+
+_STAGES = 2
+_NEAR = 0.97
+"""Stages that are dry-run: the fullest, and a second one that holds nearly as much."""
 
 _KEPT = ("fits", "peak_allocated_bytes", "peak_reserved_bytes", "memory_fit")
 
@@ -46,17 +56,45 @@ def confirm(candidate: Candidate, place: Workplace, estimate: Estimate) -> dict[
     source = ProfileSource(place.seq_length, place.precision, place.gpu.architecture)
     # A profile's key holds everything in the software that a dry run depends on.
     software = profile_task(place.model, Candidate.from_flat({}), source).key
-    text = json.dumps([document, software], sort_keys=True, default=str)
+    ranks = fullest_ranks(candidate, place)
+    text = json.dumps([document, ranks, software], sort_keys=True, default=str)
     folder = cache_folder() / "confirmed"
     path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
     if path.exists():
         known: dict[str, Any] = json.loads(path.read_text())
         return known
     try:
-        answer = estimate(document)
+        answer = estimate(document, ranks)
     except InputError as error:
         return {"fits": None, "reason": str(error)}
     found = {name: answer[name] for name in _KEPT if name in answer}
     folder.mkdir(parents=True, exist_ok=True)
     write_json_atomically(path, found)
     return found
+
+
+def fullest_ranks(candidate: Candidate, place: Workplace) -> list[int] | None:
+    """A rank of each stage that may be the fullest; None where composition does not say."""
+    from tuner.errors import InputError
+    from tuner.memory.composition.compose import stage_memories
+    from tuner.memory.worker_pool import DryRunError
+
+    source = ProfileSource(
+        place.seq_length, place.precision, place.gpu.architecture, frontend=place.frontend
+    )
+    try:
+        stages = stage_memories(
+            place.model,
+            replace(candidate, cuda_graph_impl="none", cuda_graph_modules=()),
+            source,
+            world_size=place.world_size,
+            global_batch_size=place.global_batch_size,
+        )
+    except (InputError, DryRunError):
+        return None
+    peaks = [float(memory.peak[0]) for memory in stages]
+    order = sorted(range(len(peaks)), key=lambda stage: -peaks[stage])[:_STAGES]
+    chosen = [stage for stage in order if peaks[stage] >= _NEAR * peaks[order[0]]]
+    per_stage = place.world_size // len(peaks)
+    last = len(peaks) - 1
+    return [place.world_size - 1 if stage == last else stage * per_stage for stage in chosen]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tuner.candidate import Candidate
 from tuner.errors import InputError
 from tuner.search.enumeration import ValidCandidates, enumerate_space
-from tuner.search.planning.estimator import EFFECTS, SpaceEstimator
+from tuner.search.planning.estimator import SpaceEstimator, effects
 from tuner.search.planning.front import Ranked, distinct, front_of, ranked
 from tuner.search.planning.prior import listed
 from tuner.search.planning.whole import Counts, Progress, WholeSpace
@@ -19,8 +19,10 @@ from tuner.search.space import SearchSpace
 from tuner.search.validity import ValidityChecker
 
 _KEPT = 3_000  # candidates that are estimated again when the settings of the best are profiled
-_PROFILED_TOP = 40  # settings of the best candidates that are profiled themselves
+_SHOWN = 20  # candidates whose settings are profiled before those of the front
+_PROFILED_TOP = 16  # settings of the best candidates that are profiled themselves, in each round
 _ROUNDS = 2
+_TOGETHER = 8  # settings profiled between two signs of progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,10 @@ def plan_space(
 
 def _without_effects(space: SearchSpace, checker: ValidityChecker) -> ValidCandidates:
     """The settings of the space, and the modules it may offload."""
-    kept = [a for a in space.axes if a.field not in EFFECTS and not a.field.startswith("env.")]
-    fixed = {k: v for k, v in space.fixed.items() if k not in EFFECTS and k != "env"}
+    values = {axis.field: axis.values for axis in space.axes}
+    left_out = effects({**{name: (value,) for name, value in space.fixed.items()}, **values})
+    kept = [a for a in space.axes if a.field not in left_out and not a.field.startswith("env.")]
+    fixed = {k: v for k, v in space.fixed.items() if k not in left_out and k != "env"}
     found = enumerate_space(SearchSpace(tuple(kept), fixed), checker)
     offered = {a.field: list(a.values) for a in space.axes if a.field == "offload_modules"}
     if "offload_modules" in space.fixed:
@@ -86,9 +90,9 @@ def _without_effects(space: SearchSpace, checker: ValidityChecker) -> ValidCandi
 
 
 def _measure(estimator: SpaceEstimator, settings: Sequence[Candidate], progress: Progress) -> int:
-    for done in range(0, len(settings), 4):
+    for done in range(0, len(settings), _TOGETHER):
         progress("profiles", done, len(settings))
-        estimator.measure(settings[done : done + 4])
+        estimator.measure(settings[done : done + _TOGETHER])
     progress("profiles", len(settings), len(settings))
     return len(settings)
 
@@ -105,7 +109,7 @@ def _exact(
     """The entries estimated again, the settings of the best ones and of the front profiled."""
     best = distinct(entries)
     wanted: dict[Candidate, None] = {}
-    for entry in [*best[: 8 * _PROFILED_TOP], *front_of(best)]:
+    for entry in [*best[:_SHOWN], *front_of(best), *best[_SHOWN : 8 * _PROFILED_TOP]]:
         if not entry.exact and len(wanted) < _PROFILED_TOP:
             wanted.update(dict.fromkeys(estimator.settings(listed([entry.candidate]))))
     missing = [setting for setting in wanted if not estimator.memory.is_exact(setting)]
