@@ -217,7 +217,8 @@ def estimate_to_file(launch: Mapping[str, Any], path: str) -> None:
     from tuner.memory.fixed_costs import fixed_costs
     from tuner.timing.calibration import starting_rates
     from tuner.timing.topology import Links
-    from tuner.validation.scaling import ScalingRun, record_rank
+    from tuner.validation.scaling import ScalingRun
+    from tuner.validation.scaling.run import record_rank
     from tuner.validation.scaling.timing import rough_peak_bytes, step_parts
 
     request = EstimateRequest.from_document(launch)

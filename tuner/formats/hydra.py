@@ -42,7 +42,10 @@ def _write_text(text: str) -> str:
 def read_value(text: str) -> Any:
     """The value that Hydra would read. Raises InputError where brackets or quotes stay open."""
     parser = _Parser(text)
-    value = parser.value()
+    try:
+        value = parser.value()
+    except RecursionError:
+        raise InputError(f"{text[:40]!r}... is no override value: nested too deeply") from None
     parser.skip_spaces()
     if parser.at != len(text):
         return text.strip()  # Hydra reads what is no number, list or mapping as text
@@ -99,10 +102,13 @@ class _Parser:
             self.skip_spaces()
         if self.at >= len(self.text):
             raise InputError(f"{self.text!r} is no override value: '{bracket}' is missing")
-        if self.text[self.at] == bracket:
-            self.at += 1
-            return True
-        return False
+        found = self.text[self.at]
+        if found in "]}" and found != bracket:
+            raise InputError(
+                f"{self.text!r} is no override value: '{found}' stands for '{bracket}'"
+            )
+        self.at += found == bracket
+        return found == bracket
 
     def _quoted(self, quote: str) -> str:
         found: list[str] = []

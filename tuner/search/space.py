@@ -105,19 +105,21 @@ class SearchSpace:
     def combinations(self) -> int:
         """How many points `enumerate` gives, counted without building them."""
         needed = {name for axis in self.axes for name, _ in axis.when}
-        states: dict[tuple[tuple[str, Value], ...], int] = {(): 1}
+        # By what has been chosen for the needed axes (values may be mappings): a value's position.
+        states: dict[tuple[int, ...], tuple[dict[str, Value], int]] = {(): ({}, 1)}
         for axis in self.axes:
-            grown: dict[tuple[tuple[str, Value], ...], int] = {}
-            for state, count in states.items():
-                choices = axis.values if axis.enabled({**self.fixed, **dict(state)}) else ()
-                if axis.field in needed and choices:
-                    for value in choices:
-                        key = (*state, (axis.field, value))
-                        grown[key] = grown.get(key, 0) + count
+            grown: dict[tuple[int, ...], tuple[dict[str, Value], int]] = {}
+            for state, (chosen, count) in states.items():
+                choices = axis.values if axis.enabled({**self.fixed, **chosen}) else ()
+                if axis.field not in needed:
+                    grown[state] = (chosen, count * max(1, len(choices)))
+                elif not choices:
+                    grown[(*state, -1)] = (chosen, count)
                 else:
-                    grown[state] = grown.get(state, 0) + count * max(1, len(choices))
+                    for at, value in enumerate(choices):
+                        grown[(*state, at)] = ({**chosen, axis.field: value}, count)
             states = grown
-        return sum(states.values())
+        return sum(count for _, count in states.values())
 
     def points(self, at_most: int, random: Random) -> list[dict[str, Value]]:
         """Every point in random order, or `at_most` random draws where there are more."""

@@ -189,7 +189,8 @@ def other_framework_trace(
     settings: Mapping[str, Any], request: EstimateRequest, rank: int
 ) -> Trace:
     """The trace of a rank of a run on another framework."""
-    from tuner.validation.scaling import ScalingRun, record_rank
+    from tuner.validation.scaling import ScalingRun
+    from tuner.validation.scaling.run import record_rank
 
     stages = request.candidate.pipeline_model_parallel_size
     stage = rank // (request.world_size // stages)

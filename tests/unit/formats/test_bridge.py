@@ -120,6 +120,12 @@ def test_an_open_bracket_is_an_error() -> None:
         read_value("[a, b")
 
 
+@pytest.mark.parametrize("text", ["[a{}b]", "[a,}p]", "{a:1]", "[" * 5000])
+def test_brackets_that_do_not_match_are_refused(text: str) -> None:
+    with pytest.raises(InputError):
+        read_value(text)
+
+
 def test_a_form_that_does_not_exist_is_named() -> None:
     with pytest.raises(InputError, match="bridge-cli"):
         export_document({}, "bridge-cly", mcore="0.18")

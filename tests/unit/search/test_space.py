@@ -51,6 +51,20 @@ def test_enumeration_lists_every_point_once():
     assert len({repr(sorted(p.items())) for p in points}) == len(points)
 
 
+def test_points_are_counted_as_they_are_listed_also_under_conditions_on_mappings():
+    space = parse_space(
+        {
+            "axes": {
+                "env": [{"A": "1"}, {}],
+                "micro_batch_size": {"values": [1, 2], "when": {"env": [{"A": "1"}]}},
+                "sequence_parallel": [True, False],
+            }
+        },
+        where="x",
+    )
+    assert space.combinations() == len(list(space.enumerate()))
+
+
 def test_points_are_all_points_shuffled_or_as_many_random_draws():
     space = parse_space(CONDITIONAL, where="x")
     everything = space.points(100, Random(1))

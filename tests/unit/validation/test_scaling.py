@@ -11,7 +11,8 @@ from tuner.memory.allocator_replay import replay
 from tuner.memory.categories import ACTIVATIONS, OPTIMIZER_STATE, WEIGHTS, breakdown_at
 from tuner.validation.conversion import launch_of
 from tuner.validation.launch import UnmodelledError
-from tuner.validation.scaling import ScalingRun, record_rank
+from tuner.validation.scaling import ScalingRun
+from tuner.validation.scaling.run import record_rank
 
 RUN = ScalingRun(
     layers=8,

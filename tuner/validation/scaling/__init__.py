@@ -5,7 +5,6 @@ training step does to memory, read from github.com/Aleph-Alpha/scaling: eager Py
 and pipeline parallelism, ZeRO-1. Recorder, allocator and fixed costs are those of all dry runs.
 """
 
-from tuner.validation.scaling.run import record_rank
 from tuner.validation.scaling.settings import ScalingRun
 
-__all__ = ["ScalingRun", "record_rank"]
+__all__ = ["ScalingRun"]
