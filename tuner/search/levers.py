@@ -7,7 +7,7 @@ ones, offload, the optimizer's state, then the layout. Those that cost memory un
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tuner.candidate import Candidate
@@ -43,7 +43,16 @@ class Lever:
     def applied(self, candidate: Candidate) -> Candidate:
         """The candidate after the change."""
         flat = {**candidate.to_flat(), **self.changes}
+        if "env" in self.changes:
+            flat["env"] = {**dict(candidate.env), **self.changes["env"]}
         return Candidate.from_flat({k: v for k, v in flat.items() if v is not None})
+
+    def along_with(self, companions: Mapping[str, Any]) -> Lever:
+        """The lever with further changes that it needs; variables of the environment add up."""
+        changes = {**self.changes, **companions}
+        if "env" in companions:
+            changes["env"] = {**self.changes.get("env", {}), **companions["env"]}
+        return replace(self, changes=changes)
 
 
 def levers(candidate: Candidate, model: ModelSpec) -> list[Lever]:

@@ -42,14 +42,14 @@ class ValidityChecker:
         broken = self.errors(candidate)
         return Rejection(broken[0].rule, broken[0].message) if broken else None
 
-    def errors(self, candidate: Candidate) -> list[Violation]:
-        """The rules that a candidate breaks."""
+    def errors(self, candidate: Candidate, *, fixes: bool = False) -> list[Violation]:
+        """The rules that a candidate breaks, with a way out of each where `fixes` are wanted."""
         result = check(
             self.configuration(candidate),
             mcore=self.mcore,
             frontend=self.frontend,
             capabilities=self.capabilities,
-            fixes=False,
+            fixes=fixes,
         )
         return [violation for violation in result.violations if violation.kind == "error"]
 

@@ -3,6 +3,8 @@
 from tuner.candidate import Candidate
 from tuner.models import get_model
 from tuner.search.levers import SAVES, SPEEDS, levers
+from tuner.search.planning.weighing import Blocked, permitted
+from tuner.search.validity import ValidityChecker
 
 DENSE, EXPERTS = get_model("llama3-8b"), get_model("deepseek-v3")
 
@@ -53,3 +55,29 @@ def test_graphs_are_taken_away_to_save_memory_and_added_to_save_time():
     )
     assert without.aim == SAVES
     assert without.applied(Candidate.from_flat(graphed)) == Candidate.from_flat({})
+
+
+def permitted_levers(flat, frontend):
+    run = {"bf16": True, "params_dtype": "bf16", "seq_length": 4096, "global_batch_size": 128}
+    checker = ValidityChecker({**DENSE.to_flat(), **run}, 16, "0.16.1", frontend)
+    candidate = Candidate.from_flat({"use_distributed_optimizer": True, **flat})
+    known = {violation.rule for violation in checker.errors(candidate)}
+    return candidate, {
+        lever.name: permitted(lever, candidate, checker, known)
+        for lever in levers(candidate, DENSE)
+    }
+
+
+def test_a_lever_brings_the_switches_and_variables_that_rules_ask_for_beside_it():
+    flat = {"pipeline_model_parallel_size": 2, "env": {"NVTE_FLASH_ATTN": "1"}}
+    candidate, found = permitted_levers(flat, "megatron-lm")
+    offloaded = found["offload core_attn"].applied(candidate)
+    assert dict(offloaded.env) == {"NVTE_FLASH_ATTN": "1", "NVTE_CPU_OFFLOAD_V1": "1"}
+    graphed = found["a CUDA graph of the step"].applied(candidate)
+    assert dict(graphed.extra)["check_for_nan_in_loss"] is False
+    assert not isinstance(found["optimizer moments in BF16"], Blocked)
+
+
+def test_a_lever_is_blocked_where_only_another_layout_would_allow_it():
+    _, found = permitted_levers({"pipeline_model_parallel_size": 2}, "mcore")
+    assert found["offload 16 layers"].rule == "O02"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 from tuner.candidate import Candidate
 from tuner.errors import InputError
@@ -15,6 +15,7 @@ from tuner.search.validity import ValidityChecker
 
 _LEAST_SAVED = 0.001  # of the peak: what is less is noise of profiles
 _MOST_TOGETHER = 6
+_MOST_COMPANIONS = 3
 _GIB = 2**30
 
 
@@ -87,6 +88,32 @@ class Weighing:
         return best
 
 
+def permitted(
+    lever: Lever, candidate: Candidate, checker: ValidityChecker, known: Collection[str]
+) -> Lever | Blocked:
+    """The lever as the rules allow it, with the companions they ask for; or what blocks it.
+
+    Companions are variables of the environment and switches that no lever moves. Rules in `known`
+    are broken by the candidate itself.
+    """
+    for _ in range(_MOST_COMPANIONS + 1):
+        changed = lever.applied(candidate)
+        broken = [v for v in checker.errors(changed) if v.rule not in known]
+        if not broken:
+            return lever
+        fixes = {v.rule: v.fix for v in checker.errors(changed, fixes=True)}
+        companions = fixes.get(broken[0].rule)
+        if not companions or not _are_companions(companions, lever, checker):
+            break
+        lever = lever.along_with(companions)
+    return Blocked(lever, broken[0].rule, broken[0].message)
+
+
+def _are_companions(changes: Mapping[str, object], lever: Lever, checker: ValidityChecker) -> bool:
+    taken = {field.name for field in fields(Candidate)} | set(checker.fixed) | set(lever.changes)
+    return all(name == "env" or name not in taken for name in changes)
+
+
 class Scales:
     """Weighs configurations for one workplace, under the rules."""
 
@@ -99,12 +126,11 @@ class Scales:
         blocked: list[Blocked] = []
         known = {violation.rule for violation in self.checker.errors(candidate)}
         for lever in levers(candidate, self._estimator.place.model):
-            changed = lever.applied(candidate)
-            broken = [v for v in self.checker.errors(changed) if v.rule not in known]
-            if broken:
-                blocked.append(Blocked(lever, broken[0].rule, broken[0].message))
+            found = permitted(lever, candidate, self.checker, known)
+            if isinstance(found, Blocked):
+                blocked.append(found)
             else:
-                allowed.append((lever, changed))
+                allowed.append((found, found.applied(candidate)))
         own, *others = self.figures([candidate, *(changed for _, changed in allowed)])
         if isinstance(own, str):
             raise InputError(f"cannot be estimated: {own}")
