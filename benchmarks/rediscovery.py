@@ -7,8 +7,10 @@ One published run (high confidence, the newest of equals) for each model, GPU, n
 precision, batch and sequence. Its space is the shipped one of its kind of model: parallel sizes,
 micro-batch, recomputation, CUDA graphs, offload of layers and of the optimizer. What no axis names
 (kernel fusions, overlaps, token dispatcher, sharding of weights, FP8 recipe) is fixed to what the
-run had. Expert tensor parallelism and offload of modules are left out, context parallelism goes up
-to 4 (2 with experts): no run used more, and profiles of every setting take the time.
+run had. Fully sharded weights and combined passes of two micro-batches are left out of the space,
+since no profile has them: runs with them are judged by a full dry run. Expert tensor parallelism
+and offload of modules are left out, context parallelism goes up to 4 (2 with experts): no run used
+more, and profiles of every setting take the time.
 
 For each run: whether its configuration is valid and fits, by the rules and estimates of the plan;
 how far above the predicted best its predicted step lies; the share of the candidates that fit which
@@ -35,12 +37,14 @@ import numpy as np
 
 from tuner.candidate import Candidate
 from tuner.cluster.prepared import PreparedJob, installed_mcore
+from tuner.commands.estimate import estimate_document
 from tuner.configuration import PRECISION_FIELDS, rule_fields
 from tuner.constraints.fields import catalogue
 from tuner.constraints.registry import resolve_version
 from tuner.errors import InputError
 from tuner.estimation import EstimateRequest
 from tuner.job import parse_job
+from tuner.memory.composition.measure import UNCOMPOSED
 from tuner.memory.script import ATTENTION_MASK
 from tuner.search.enumeration import factor_space
 from tuner.search.layouts import with_layouts
@@ -76,6 +80,8 @@ _OF_AXES = (
     "env",
 )
 """Fields of a published run that follow from what the axes choose."""
+_OF_UNCOMPOSED = ("data_parallel_sharding_strategy", "fsdp_double_buffer", "delay_wgrad_compute")
+"""Fields that go with sharded weights or combined passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +221,7 @@ def _job(request: EstimateRequest) -> dict[str, Any]:
     }
     names = {axis.field for axis in parse_job(job, where="rediscovery").search_space().axes}
     flat = request.candidate.to_flat()
-    chosen = {*names, *OFFLOAD_FIELDS, *_OF_AXES}
+    chosen = {*names, *OFFLOAD_FIELDS, *_OF_AXES, *UNCOMPOSED, *_OF_UNCOMPOSED}
     known = catalogue()
     fixed = {name: flat[name] for name in flat if name in known and name not in chosen}
     job["space"]["fixed"] = fixed
@@ -231,18 +237,16 @@ def _more_layers(request: EstimateRequest) -> list[int]:
 def _compared(request: EstimateRequest, measured_s: float) -> dict[str, Any]:
     prepared = _prepared(request)
     place = workplace_of(prepared)
-    (published,) = Scales(SpaceEstimator(place), prepared.checker).figures([request.candidate])
-    found: dict[str, Any] = {"measured_s": measured_s}
-    if isinstance(published, str):
-        return found | {"note": published}
-    plan = plan_space(prepared.space, prepared.checker, place, prepared.requirements)
-    found |= {
+    published = _figures(request, prepared)
+    found: dict[str, Any] = {
+        "measured_s": measured_s,
         "fits": published.fits,
         "gib": published.memory_bytes / 2**30,
         "limit_gib": published.limit_bytes / 2**30,
         "published_s": published.step_time_s,
-        "feasible": plan.counts.feasible,
     }
+    plan = plan_space(prepared.space, prepared.checker, place, prepared.requirements)
+    found["feasible"] = plan.counts.feasible
     if not plan.best:
         return found | {"note": "no candidate of the space fits"}
     best = plan.best[0]
@@ -257,6 +261,35 @@ def _compared(request: EstimateRequest, measured_s: float) -> dict[str, Any]:
     if above > FASTER:
         found["why_faster"] = _difference(request.candidate, published, best)
     return found
+
+
+def _figures(request: EstimateRequest, prepared: PreparedJob) -> Figures:
+    """The published configuration as the plan sees it: composed from profiles, or by a dry run
+    where it uses what no profile has. Raises InputError.
+    """
+    flat = request.candidate.to_flat()
+    if not any(flat.get(name) for name in UNCOMPOSED):
+        estimator = SpaceEstimator(workplace_of(prepared))
+        (found,) = Scales(estimator, prepared.checker).figures([request.candidate])
+        if isinstance(found, str):
+            raise InputError(found)
+        return found
+    document = {
+        "model": request.model.to_flat(),
+        "config": flat,
+        "gpu": request.gpu.name,
+        **{name: getattr(request, name) for name in _SHAPE},
+    }
+    answer = estimate_document(document, where="rediscovery")
+    if answer["step_time_s"] is None:
+        raise InputError(str(answer["time_breakdown"]["not_timed"]))
+    peak, limit = answer["peak_allocated_bytes"], request.gpu.usable_memory_bytes
+    return Figures(
+        peak, limit if answer["fits"] else 0, answer["step_time_s"], {}, answer["time_breakdown"]
+    )
+
+
+_SHAPE = ("world_size", "seq_length", "global_batch_size", "gpus_per_node")
 
 
 def _faster_share(prepared: PreparedJob, estimator: SpaceEstimator, seconds: float) -> float:
@@ -287,9 +320,9 @@ def _difference(published: Candidate, figures: Figures, best: Ranked) -> dict[st
         if (ours.get(name) or None) != (theirs.get(name) or None)
     }
     seconds = {
-        name: round(figures.time_parts[name] - best.time_parts[name], 4)
-        for name in figures.time_parts
-        if abs(figures.time_parts[name] - best.time_parts[name]) > 0.005 * best.step_time_s
+        name: round(figures.time_parts.get(name, 0.0) - ours_s, 4)
+        for name, ours_s in best.time_parts.items()
+        if abs(figures.time_parts.get(name, 0.0) - ours_s) > 0.005 * best.step_time_s
     }
     return {"published_and_best": differing, "seconds_saved": seconds}
 

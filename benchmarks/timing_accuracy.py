@@ -8,7 +8,8 @@ Rows of `benchmarks/data/published_time.jsonl.gz` (or `--data`). Sections of the
 - `held_out`: rows of Megatron Bridge's performance pages with high confidence, in two halves, every
   other row: each half is estimated with rates fitted to the other. `other_models`: each model is
   estimated with rates fitted to all others. Errors of tokens/s/GPU by GPU and precision, and by
-  model; rank correlation of TFLOP/s over rows of one GPU and precision.
+  model; rank correlation of TFLOP/s over rows of one GPU and precision, with what of it the
+  repetitions of one configuration leave reachable.
 - `other_sources`: sources that no rate was fitted to, with the packaged calibrations, which are
   fitted to all performance pages (also in `what_if` and `llama3_70b_sft`).
 - `what_if`: pairs of runs of one source that differ in one setting.
@@ -165,8 +166,7 @@ def accuracy(
         for name in errors:
             groups[key(rows[name])].append(name)
         return {
-            label: summary([errors[name] for name in names])
-            | {"rank_correlation": order(cases, names, estimated)}
+            label: summary([errors[name] for name in names]) | order(cases, names, estimated)
             for label, names in sorted(groups.items())
         }
 
@@ -178,17 +178,43 @@ def accuracy(
     }
 
 
-def order(cases: Cases, names: Sequence[str], estimated: Mapping[str, float]) -> float | None:
-    """Spearman's rank correlation of model FLOP/s, estimated and measured; None below four rows."""
-    if len(names) < 4:
-        return None
-    measured, predicted = [], []
-    for name in names:
-        one = cases.observations[name]
-        work = flops(one) / float(one.document["world_size"])
-        measured.append(work / one.step_time_s)
-        predicted.append(work / estimated[name])
-    return rank_correlation(measured, predicted)
+def order(
+    cases: Cases, names: Sequence[str], estimated: Mapping[str, float]
+) -> dict[str, float | int | None]:
+    """How well rows are ordered by model FLOP/s: Spearman's rank correlation of estimated and
+    measured, None below four rows; and what to hold it against.
+
+    `configurations` are the different ones among the rows, `range` is the fastest row over the
+    slowest, less one. `repeat_spread` is the standard deviation of the logarithm between rows of
+    one configuration, which releases of the software measured anew. `reachable` is the correlation
+    of a model that knows the mean of each configuration: what these repetitions leave.
+    """
+    measured = np.array(
+        [_rate(cases, name, cases.observations[name].step_time_s) for name in names]
+    )
+    predicted = [_rate(cases, name, estimated[name]) for name in names]
+    runs = [dict(cases.observations[name].document) | {"te_version": None} for name in names]
+    texts = [json.dumps(run, sort_keys=True) for run in runs]
+    _, place = np.unique(texts, return_inverse=True)
+    counts = np.bincount(place)
+    logs = np.log(measured)
+    away = logs - (np.bincount(place, logs) / counts)[place]
+    repeats = len(names) - len(counts)
+    means = (np.bincount(place, measured) / counts)[place]
+    enough = len(names) >= 4
+    return {
+        "rank_correlation": rank_correlation(measured, predicted) if enough else None,
+        "reachable": rank_correlation(measured, means) if enough and len(counts) > 1 else None,
+        "configurations": len(counts),
+        "range": float(measured.max() / measured.min() - 1.0),
+        "repeat_spread": float((away**2).sum() / repeats) ** 0.5 if repeats else None,
+    }
+
+
+def _rate(cases: Cases, name: str, seconds: float) -> float:
+    """Model FLOP/s of each GPU."""
+    one = cases.observations[name]
+    return flops(one) / float(one.document["world_size"]) / seconds
 
 
 def flops(one: Observation) -> float:
@@ -359,8 +385,9 @@ TABLE_START, TABLE_END = "<!-- held-out errors: start -->", "<!-- held-out error
 def write_table(page: Path, accuracies: Mapping[str, Any]) -> None:
     """Put the held-out errors between the marks of a page."""
     lines = [
-        "| rows | n | median error | 90th percentile | largest | rank correlation |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| rows | n | median error | 90th percentile | largest | rank correlation | reachable |"
+        " range | repeats |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         _line("all", accuracies),
     ]
     for group in ("by_gpu_and_precision", "by_model"):
@@ -374,9 +401,11 @@ def write_table(page: Path, accuracies: Mapping[str, Any]) -> None:
 def _line(label: str, figures: Mapping[str, Any]) -> str:
     errors = [f"{100 * figures[name]:.1f} %" for name in ("median_abs_err", "p90_abs_err")]
     errors.append(f"{100 * figures['max_abs_err']:.1f} %")
-    correlation = figures.get("rank_correlation")
-    shown = "" if correlation is None else f"{correlation:.2f}"
-    return " | ".join([f"| {label}", str(figures["n"]), *errors, f"{shown} |"])
+    order = [figures.get(name) for name in ("rank_correlation", "reachable")]
+    shown = ["" if value is None else f"{value:.2f}" for value in order]
+    apart = [figures.get(name) for name in ("range", "repeat_spread")]
+    shown += ["" if value is None else f"{100 * value:.1f} %" for value in apart]
+    return " | ".join([f"| {label}", str(figures["n"]), *errors, *shown]) + " |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
