@@ -32,12 +32,12 @@ STRIKES = ("rank", "rank", "launcher", "agent", "stop", "driver", "mlflow")
 def measure(folder: Path, trials: int, seed: int = 0) -> dict[str, Any]:
     """Run the job calmly and under attack; outcomes, differences and what was left behind."""
     job = folder / "job.yaml"
-    job.write_text(yaml.safe_dump(_job(trials, None)))
+    job.write_text(yaml.safe_dump(chaos_job(trials, None)))
     calm = folder / "calm"
     subprocess.run([*TUNER, "tune", str(job), "--study", str(calm)], check=False)
 
-    port = _free_port()
-    job.write_text(yaml.safe_dump(_job(trials, f"http://127.0.0.1:{port}")))
+    port = free_port()
+    job.write_text(yaml.safe_dump(chaos_job(trials, f"http://127.0.0.1:{port}")))
     attack = _Attack(folder, job, port, random.Random(seed))
     started = time.monotonic()
     attack.run()
@@ -54,7 +54,7 @@ def measure(folder: Path, trials: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def _job(trials: int, uri: str | None) -> dict[str, Any]:
+def chaos_job(trials: int, uri: str | None) -> dict[str, Any]:
     """Small candidates, some of which do not fit; no racing, so that calm figures are complete."""
     return {
         "name": "chaos",
@@ -97,7 +97,7 @@ class _Attack:
         self.resumes = 0
         self._folder, self._job, self._port = folder, job, port
         self._random = generator
-        self._server = self._start_server()
+        self._server = start_server(folder, port)
 
     def run(self) -> None:
         driver = self._tune("tune", str(self._job), "--study", str(self.study))
@@ -112,12 +112,12 @@ class _Attack:
                     continue
                 self._strike(self._random.choice(STRIKES), driver)
         finally:
-            _end(driver)
+            end_processes(driver)
             self._up()
 
     def stop(self) -> None:
         """End the MLflow server."""
-        _end(self._server)
+        end_processes(self._server)
 
     def _tune(self, *arguments: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([*TUNER, *arguments], stdout=subprocess.DEVNULL)
@@ -132,7 +132,7 @@ class _Attack:
             return
         if what == "mlflow":
             if self._server.poll() is None:
-                _end(self._server)
+                end_processes(self._server)
                 self.strikes["mlflow down"] += 1
             else:
                 self._up()
@@ -146,18 +146,20 @@ class _Attack:
 
     def _up(self) -> None:
         if self._server.poll() is not None:
-            self._server = self._start_server()
+            self._server = start_server(self._folder, self._port)
 
-    def _start_server(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
-        command += ["--port", str(self._port), "--workers", "1"]
-        command += ["--backend-store-uri", f"sqlite:///{self._folder}/server.db"]
-        command += ["--artifacts-destination", str(self._folder / "artifacts")]
-        server = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-        _wait_for_port(self._port)
-        return server
+
+def start_server(folder: Path, port: int) -> subprocess.Popen[bytes]:
+    """An MLflow server that keeps its store in `folder`; returns once it answers."""
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{folder}/server.db"]
+    command += ["--artifacts-destination", str(folder / "artifacts")]
+    server = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    _wait_for_port(port)
+    return server
 
 
 _VICTIM = {"rank": "rank", "stop": "rank", "launcher": "launcher", "agent": "agent"}
@@ -250,14 +252,14 @@ def _left_behind(folder: Path) -> dict[str, list[str]]:
     return {"processes": processes, "shared_memory": memory}
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_processes(process: subprocess.Popen[bytes]) -> None:
     for member in [*_family(process.pid), process]:
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             member.kill()
     process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
