@@ -57,6 +57,15 @@ CASES = {
         {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
     ),
     "experts": (EXPERTS, {**PP2, "expert_model_parallel_size": 4}),
+    "experts with narrow moments": (
+        EXPERTS | {"moe_layer_freq": [0, 1, 1, 1]},
+        {
+            "expert_model_parallel_size": 2,
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": "bf16",
+            "exp_avg_sq_dtype": "bf16",
+        },
+    ),
     "experts recomputed": (EXPERTS, {**PP2, **SELECTIVE, "recompute_modules": ["moe"]}),
     "experts sharded otherwise": (
         {**EXPERTS, "moe_layer_freq": 2, "moe_shared_expert_intermediate_size": 512},

@@ -35,6 +35,7 @@ _WHOLE = (
     "gradient_bytes_per_parameter",
     "state_bytes_per_parameter",
     "step_bytes_per_parameter",
+    "group_bytes_per_parameter",
     "fragmentation",
     "fragmentation_expandable",
 )
@@ -127,8 +128,9 @@ def _unit_arrays(
 class StageMemory:
     """Bytes of one pipeline stage, arrays `[setting]`; the parts make up the peak.
 
-    `fragmented` and `fragmented_expandable` are reserved beyond it, by PyTorch's allocator with
-    fixed and with expandable segments.
+    `step` is what the optimizer's step holds beyond what stays, whatever passes hold. `fragmented`
+    and `fragmented_expandable` are reserved beyond the peak, by PyTorch's allocator with fixed and
+    with expandable segments.
     """
 
     peak: Bytes
@@ -138,6 +140,7 @@ class StageMemory:
     gradients: Bytes
     optimizer: Bytes
     other: Bytes
+    step: Bytes
 
     @property
     def activations(self) -> Bytes:
@@ -169,20 +172,22 @@ class Composer:
         """The bytes of a stage when it holds most."""
         import numpy as np
 
-        weights, gradients, optimizer, share, other = self._static(stage)
+        weights, gradients, optimizer, (share, group), other = self._static(stage)
         passes = self._passes(stage)
         step = self.table.whole("step_bytes_per_parameter", self.rows) * share
+        step = step + self.table.whole("group_bytes_per_parameter", self.rows) * group
         step = step + sum(self._lingering(chunk) for chunk in self.pipeline.split[stage])
         static = weights + gradients + optimizer + other
         dynamic: Bytes = np.maximum(passes, step)
         return StageMemory(
             static + dynamic,
-            dynamic * self.table.whole("fragmentation", self.rows),
-            dynamic * self.table.whole("fragmentation_expandable", self.rows),
+            passes * self.table.whole("fragmentation", self.rows),
+            passes * self.table.whole("fragmentation_expandable", self.rows),
             weights,
             gradients,
             optimizer,
             other,
+            step,
         )
 
     def _lingering(self, chunk: Chunk) -> Bytes:
@@ -330,8 +335,9 @@ class Composer:
         of = "plain" if plain else "first" if self.pipeline.shape.microbatches == 1 else "last"
         return _Unit(*(self.table.unit(name, quantity, self.rows, of) for quantity in _PER_PASS))
 
-    def _static(self, stage: int) -> tuple[Bytes, Bytes, Bytes, Bytes, Bytes]:
-        """Weights, gradients, optimizer state, share of parameters, and what else stays."""
+    def _static(self, stage: int) -> tuple[Bytes, Bytes, Bytes, tuple[Bytes, Bytes], Bytes]:
+        """Weights, gradients, optimizer state, share of parameters (all, and in the larger group
+        that is updated at once), and what else stays."""
         import numpy as np
 
         table, rows, chunks = self.table, self.rows, self.pipeline.split[stage]
@@ -347,9 +353,9 @@ class Composer:
             each = table.unit(EMBEDDING, "weight_bytes", rows)
             each = each / table.unit(EMBEDDING, "dense_parameters", rows)
             dense, weights = dense + copied, weights + copied * each
-        share = self._share(dense, experts)
+        share, group = self._share(dense, experts)
         if self.pipeline.host_fraction:
-            share = self._on_device(stage)
+            share = group = self._on_device(stage)
         other = (
             kept
             + table.whole("constant_bytes", rows)
@@ -363,7 +369,7 @@ class Composer:
             weights,
             table.whole("gradient_bytes_per_parameter", rows) * (dense + experts),
             table.whole("state_bytes_per_parameter", rows) * share,
-            share,
+            (share, group),
             other,
         )
 
@@ -375,14 +381,16 @@ class Composer:
             return self.table.unit(EMBEDDING, "dense_parameters", self.rows)
         return np.zeros(len(self.rows))
 
-    def _share(self, dense: Bytes, experts: Bytes) -> Bytes:
-        """Parameters whose optimizer state a rank of the stage holds."""
+    def _share(self, dense: Bytes, experts: Bytes) -> tuple[Bytes, Bytes]:
+        """Parameters whose optimizer state a rank of the stage holds: all, and the more numerous of
+        the dense and the expert ones."""
         import numpy as np
 
         dense_shards, expert_shards = self._shards()
-        shared: Bytes = dense / dense_shards + experts / expert_shards
-        result: Bytes = np.where(self.table.sharded[self.rows], shared, dense + experts)
-        return result
+        sharded = self.table.sharded[self.rows]
+        dense = np.where(sharded, dense / dense_shards, dense)
+        experts = np.where(sharded, experts / expert_shards, experts)
+        return dense + experts, np.maximum(dense, experts)
 
     def _shards(self) -> tuple[Bytes, Bytes]:
         """Ranks that share the optimizer state of dense and of expert parameters."""

@@ -26,13 +26,15 @@ class ComposedMemory:
     `peak_allocated_bytes` is that of the fullest stage, `stage`; -1 where a row cannot be
     composed, with the reason in `problems` under the number in `problem` (-1 for none).
     `peak_reserved_bytes` adds what PyTorch's allocator loses to fragmentation under the row's
-    setting of it. `parts` are the bytes of that stage by kind, which sum to the peak.
+    setting of it. `parts` are the bytes of that stage by kind, which sum to the peak; of its
+    "activations" `step_bytes` are there in the optimizer's step, whatever passes hold.
     """
 
     peak_allocated_bytes: NDArray[np.int64]
     peak_reserved_bytes: NDArray[np.int64]
     stage: NDArray[np.int32]
     parts: Mapping[str, NDArray[np.int64]]
+    step_bytes: NDArray[np.int64]
     problem: NDArray[np.int32]
     problems: tuple[str, ...]
     index: Index
@@ -128,7 +130,7 @@ def compose_index(
     distinct, inverse = np.unique(pairs, return_inverse=True)
     count = len(distinct)
     peak, stage = np.full(count, -1, dtype=np.int64), np.full(count, -1, dtype=np.int32)
-    parts = {name: np.zeros(count, dtype=np.int64) for name in (*MEMORY_PARTS, *_LOST)}
+    parts = {name: np.zeros(count, dtype=np.int64) for name in (*MEMORY_PARTS, *_LOST, _STEP)}
     settings, pipelines = np.divmod(distinct, max(1, len(index.pipelines)))
     pipelines[distinct < 0] = -1
     order = np.argsort(pipelines, kind="stable")
@@ -148,6 +150,7 @@ def compose_index(
         peak[inverse] + lost,
         stage[inverse],
         {name: parts[name][inverse] for name in MEMORY_PARTS},
+        parts[_STEP][inverse],
         problem.astype(np.int32),
         tuple(problems),
         index,
@@ -157,6 +160,7 @@ def compose_index(
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "other")
 """What the bytes of a stage are counted as; together they are its peak."""
 _LOST = ("fragmented", "fragmented_expandable")
+_STEP = "step"
 
 
 def _usable(index: Index, profiles: Profiles) -> tuple[list[int], Any, list[str]]:
@@ -203,7 +207,7 @@ def _fullest(table: ProfileTable, rows: Any, pipeline: Pipeline) -> tuple[Any, S
         name: np.choose(best, [getattr(memory, name) for memory in found])
         if len(found) <= 32
         else np.stack([getattr(memory, name) for memory in found])[best, np.arange(len(best))]
-        for name in ("peak", *_LOST, "weights", "gradients", "optimizer", "other")
+        for name in ("peak", *_LOST, _STEP, "weights", "gradients", "optimizer", "other")
     }
     return np.array(stages, dtype=np.int32)[best], StageMemory(**chosen)
 

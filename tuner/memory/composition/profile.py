@@ -22,6 +22,7 @@ from tuner.memory.categories import (
     TRANSFORMER_ENGINE_WORKSPACE,
     WEIGHTS,
 )
+from tuner.memory.composition.optimizer_step import bytes_per_parameter
 from tuner.memory.composition.shards import Parameter, on_device
 from tuner.memory.composition.split import EMBEDDING, HEAD, MTP
 from tuner.memory.dryrun import BLOCK_BYTES
@@ -71,11 +72,11 @@ class StepProfile:
     by shape, and the workspace of PyTorch's matrix products. `chunk_bytes` stays on the device for
     each model chunk, `constant_bytes` for each rank. Bytes per parameter are those of a rank's own
     parameters for gradients, and of its share of them for the optimizer's state and for what its
-    step adds while it runs. `fragmentation` is what PyTorch's allocator reserves beyond the peak,
-    as a share of the bytes that passes hold then, with fixed and with expandable segments.
-    `shapes` lists the parameters of each unit. `first` are the units as the first micro-batch of a
-    step finds them, where that differs: it renews cached copies of weights, and some of them are
-    gone until their next use.
+    step adds while it runs, for all of them or for the group being updated. `fragmentation` is what
+    PyTorch's allocator reserves beyond the peak, as a share of the bytes that passes hold then,
+    with fixed and with expandable segments. `shapes` lists the parameters of each unit. `first` are
+    the units as the first micro-batch of a step finds them, where that differs: it renews cached
+    copies of weights, and some of them are gone until their next use.
     """
 
     units: Mapping[str, UnitProfile]
@@ -87,6 +88,7 @@ class StepProfile:
     gradient_bytes_per_parameter: float
     state_bytes_per_parameter: float
     step_bytes_per_parameter: float
+    group_bytes_per_parameter: float
     fragmentation: float
     fragmentation_expandable: float
     shapes: Mapping[str, Sequence[Parameter]]
@@ -147,6 +149,7 @@ def read_profile(
     shares = dense / shards[0] + expert / shards[1]
     if request.config.get("optimizer_cpu_offload"):
         shares = _on_device(request, by_name, shards)
+    by_all, by_group = bytes_per_parameter(trace, windows.step, windows.step_start, shares)
     return StepProfile(
         units=units,
         first=renewing if request.config.get("fp8") or request.config.get("fp4") else {},
@@ -156,7 +159,8 @@ def read_profile(
         constant_bytes=held.rest,
         gradient_bytes_per_parameter=held.categories[GRADIENTS] / (dense + expert),
         state_bytes_per_parameter=held.categories[OPTIMIZER_STATE] / shares,
-        step_bytes_per_parameter=windows.step_peak / shares,
+        step_bytes_per_parameter=by_all,
+        group_bytes_per_parameter=by_group,
         fragmentation=_fragmentation(trace, windows.held_bytes, expandable=False),
         fragmentation_expandable=_fragmentation(trace, windows.held_bytes, expandable=True),
         shapes=shapes,
@@ -397,7 +401,8 @@ class _Windows:
     """Live bytes between the markers of the last micro-batch of the last step, or of its first.
 
     `forward` are the events at which its forward pass begins and ends, `held_bytes` is what is
-    alive before, `step_peak` the most that is added after the last pass, by the optimizer for one.
+    alive before, `step` what is added after the last pass, by the optimizer for one, `[event]` from
+    `step_start` on.
     """
 
     def __init__(self, trace: Trace, steps: int, *, first: bool) -> None:
@@ -412,9 +417,9 @@ class _Windows:
             self._markers[markers.FORWARD_START],
             self._markers[markers.FORWARD_END],
         )
-        after = live[self._markers[markers.BACKWARD_END] : end]
         self.held_bytes = int(live[self.forward[0] - 1])
-        self.step_peak = max(0, int(after.max(initial=0)) - self.held_bytes)
+        self.step_start = self._markers[markers.BACKWARD_END]
+        self.step: NDArray[np.int64] = live[self.step_start : end] - self.held_bytes
 
     def unit(
         self, spans: _Spans, stays: tuple[int, int, int, int], counts: Sequence[int]

@@ -48,6 +48,10 @@ OFFLOAD_FIELDS = (
 EFFECTS = (*_GRAPHS, *OFFLOAD_FIELDS)
 """Fields whose effect is added to what is composed without them."""
 
+_AWARE = "use_precision_aware_optimizer"
+_NARROW = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+"""Fields that only a precision-aware optimizer takes."""
+
 TIME_PARTS = (*BREAKDOWN, "offload")
 
 
@@ -136,10 +140,12 @@ class SpaceEstimator:
 
     def index(self, block: ValidCandidates) -> Index:
         """The settings and pipelines of a block."""
+        columns = block.columns()
+        left_out = effects({n: block.values.get(n, (value,)) for n, value in columns.items()})
         columns = {
             name: column
-            for name, column in block.columns().items()
-            if name not in EFFECTS and not name.startswith("env.")
+            for name, column in columns.items()
+            if name not in left_out and not name.startswith("env.")
         }
         return index_candidates(
             self.place.model,
@@ -155,7 +161,7 @@ class SpaceEstimator:
         plain = PlainBlock(self, block)
         tensor = plain.tensor_sizes[plain.index.setting]
         offload = self.offload_of(block, tensor)
-        memory = offload.remaining(plain.parts[plain.pair])
+        memory = offload.remaining(plain.parts[plain.pair], plain.step_bytes[plain.pair])
         total = memory.sum(axis=1)
         limit = self.limits(block, plain)
         rows = np.flatnonzero(total <= limit + beyond_bytes)
@@ -206,6 +212,15 @@ class SpaceEstimator:
             return float("nan")
         kinds = self.time.kinds
         return max(0.0, 1.0 - layer_bytes(lean, kinds) / layer_bytes(plain, kinds))
+
+
+def effects(values: Mapping[str, Sequence[Any]]) -> frozenset[str]:
+    """The fields whose effect is added, among fields with these values.
+
+    A precision-aware optimizer counts as part of offload only where it comes and goes with it.
+    """
+    own = len(values.get(_AWARE, ())) < 2 or any(name in values for name in _NARROW)
+    return frozenset(EFFECTS) - ({_AWARE} if own else set())
 
 
 def offloaded(setting: Candidate, modules: Sequence[str]) -> Candidate:

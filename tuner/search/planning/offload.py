@@ -68,11 +68,18 @@ class Offload:
         """Both, of which one or the other moves nothing."""
         return Offload(self.share + other.share, self.fraction + other.fraction)
 
-    def remaining(self, parts: Values) -> Values:
-        """What stays on the device of bytes by part `[row, part]` (`MEMORY_PARTS`)."""
+    def remaining(self, parts: Values, step_bytes: Values) -> Values:
+        """What stays on the device of bytes by part `[row, part]` (`MEMORY_PARTS`).
+
+        Of activations, `step_bytes` `[row]` are there in the optimizer's step and no pass's.
+        """
+        import numpy as np
+
         kept = parts.copy()
         kept[:, 2] *= 1.0 - self.fraction
-        kept[:, 3] *= 1.0 - self.share
+        kept[:, 3] = np.maximum(
+            parts[:, 3] * (1.0 - self.share), step_bytes * (1.0 - self.fraction)
+        )
         return kept
 
     def added(self, passes: Passes, state_bytes: Values, place: Workplace) -> Values:

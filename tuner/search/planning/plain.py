@@ -59,6 +59,12 @@ class PlainBlock:
         return parts
 
     @cached_property
+    def step_bytes(self) -> Values:
+        """Bytes that the optimizer's step holds, whatever passes hold, `[pair]`."""
+        result: Values = self._composed.step_bytes.astype(float)
+        return result
+
+    @cached_property
     def tensor_sizes(self) -> Rows:
         """Tensor-parallel ranks of each setting."""
         import numpy as np

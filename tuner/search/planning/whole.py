@@ -193,14 +193,15 @@ class WholeSpace:
         """Heads that some tail may bring below the limits."""
         import numpy as np
 
-        parts, group = plain.parts[plain.pair], self.space.head_group
+        parts, step = plain.parts[plain.pair], plain.step_bytes[plain.pair]
+        group = self.space.head_group
         result = heads.copy()
         for size, moved in offload.items():
             share, fraction = (
                 np.array([_most(value[tail.rows]) for tail in tails])[group]
                 for value in (moved.share, moved.fraction)
             )
-            least = own.and_also(Offload(share, fraction)).remaining(parts).sum(axis=1)
+            least = own.and_also(Offload(share, fraction)).remaining(parts, step).sum(axis=1)
             result &= (sizes != size) | (least <= limits)
         return np.flatnonzero(result)
 
@@ -260,9 +261,10 @@ class _Portion:
         heads, many = rows[places], len(tails.rows)
         at = np.repeat(np.arange(len(heads)), many)
         tail = np.tile(np.arange(many), len(heads))
-        parts = self.plain.parts[self.plain.pair[heads]][at]
+        pair = self.plain.pair[heads][at]
+        parts = self.plain.parts[pair]
         moved = self.own.at(heads[at]).and_also(self.offload.at(tail))
-        memory = moved.remaining(parts).sum(axis=1)
+        memory = moved.remaining(parts, self.plain.step_bytes[pair]).sum(axis=1)
         limit = self.limits[heads][at]
         added = moved.added(self.passes.at(places[at]), parts[:, 2], self.estimator.place)
         step = self.passes.step_s[places[at]] + added
@@ -303,7 +305,8 @@ class _Teller:
             spent = self.passes.spent[self.position[head]].tolist()
             step = float(found.step_s[place])
             spent.append(step - float(self.passes.step_s[self.position[head]]))
-            parts = moved.remaining(self.plain.parts[[pair]])[0].tolist()
+            held = self.plain.parts[[pair]], self.plain.step_bytes[[pair]]
+            parts = moved.remaining(*held)[0].tolist()
             result.append(
                 Ranked(
                     candidate=self.space.candidate(head, tail),

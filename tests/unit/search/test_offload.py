@@ -1,0 +1,16 @@
+"""What offload leaves on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tuner.search.planning.offload import Offload
+
+
+def test_what_the_optimizers_step_holds_is_no_activation_to_offload() -> None:
+    parts = np.array([[4.0, 4.0, 12.0, 10.0, 1.0]] * 2)  # weights, gradients, optimizer, ...
+    step = np.array([0.0, 9.0])
+    moved = Offload(np.array([0.5, 0.5]), np.zeros(2))
+    assert moved.remaining(parts, step)[:, 3].tolist() == [5.0, 9.0]
+    host = Offload(np.zeros(2), np.array([0.5, 0.5]))
+    assert host.remaining(parts, step)[:, 2].tolist() == [6.0, 6.0]
