@@ -207,7 +207,7 @@ class Knowledge:
         import numpy as np
 
         prior = self.pool.log_time
-        told = _kept([(s.row, s.step_time_s) for s in self.seen if s.step_time_s], LEARN_FROM)
+        told = self._told_times
         rows = [row for row, _ in told]
         values = [np.log(time * self.pool.gpus[row]) - prior[row] for row, time in told]
         if running:
@@ -220,6 +220,13 @@ class Knowledge:
         return Learned(self._models.time, prior, rows, evidence)
 
     @cached_property
+    def _told_times(self) -> list[tuple[int, float]]:
+        """Rows and step times to learn from."""
+        if self._finished is not None:
+            return self._finished._told_times
+        return _kept([(s.row, s.step_time_s) for s in self.seen if s.step_time_s], LEARN_FROM)
+
+    @cached_property
     def memory(self) -> Learned:
         """Log of peak memory over the limit."""
         import numpy as np
@@ -230,13 +237,15 @@ class Knowledge:
         prior = self.pool.log_fill
         limit = self.pool.limit_bytes
         told: list[tuple[int, tuple[float, int]]] = []
-        for one in self.seen:
+        for one in reversed(self.seen):
             if one.memory_bytes:
                 value = float(np.log(one.memory_bytes / limit) - prior[one.row])
                 told.append((one.row, (value, 0)))
             elif one.fits is not None:
                 told.append((one.row, (float(-prior[one.row]), -1 if one.fits else 1)))
-        told = told[-LEARN_FROM:]
+            if len(told) == LEARN_FROM:
+                break
+        told.reverse()
         evidence = Evidence(
             np.array([value for _, (value, _) in told]),
             np.array([sign for _, (_, sign) in told], dtype=np.int64),
@@ -257,18 +266,26 @@ class Knowledge:
         """Log GPU-seconds a step of the best run that fitted; None before one has."""
         import numpy as np
 
-        done = [s for s in self.seen if s.fits and s.step_time_s]
-        if not done:
+        if self.best_row is None:
             return None
-        return float(min(np.log(s.step_time_s * self.pool.gpus[s.row]) for s in done))
+        return float(np.log(self._best[0]))
 
     @cached_property
     def best_row(self) -> int | None:
         """The row of the best run that fitted."""
-        done = [s for s in self.seen if s.fits and s.step_time_s]
-        if not done:
-            return None
-        return min(done, key=lambda s: (s.step_time_s or 0.0) * self.pool.gpus[s.row]).row
+        return self._best[1]
+
+    @cached_property
+    def _best(self) -> tuple[float, int | None]:
+        """GPU-seconds of a step and row of the best run that fitted."""
+        if self._finished is not None:
+            return self._finished._best
+        gpus = self.pool.gpus.tolist()
+        best: tuple[float, int | None] = float("inf"), None
+        for one in self.seen:
+            if one.fits and one.step_time_s and one.step_time_s * gpus[one.row] < best[0]:
+                best = one.step_time_s * gpus[one.row], one.row
+        return best
 
 
 def _kept(known: list[tuple[int, float]], count: int) -> list[tuple[int, float]]:

@@ -119,18 +119,15 @@ def fit(covariance: Matrix, evidence: Evidence) -> Posterior:
 
 def _laplace(covariance: Matrix, evidence: Evidence, scale: float) -> Posterior:
     import numpy as np
-    from scipy.linalg import cho_solve, cholesky
+    from scipy.linalg import cho_solve
 
     count = len(evidence)
     prior = scale**2 * covariance
     latent, weights = np.zeros(count), np.zeros(count)
     value, gradient, curvature = evidence.log_likelihood(latent)
-    reached = -np.inf
+    reached, linear = -np.inf, not evidence.sign.any()
+    root, factor = _factored(prior, curvature)
     for _ in range(_ITERATIONS):
-        root = np.sqrt(curvature)
-        factor = cholesky(
-            np.eye(count) + root[:, None] * prior * root[None, :], lower=True, check_finite=False
-        )
         right = curvature * latent + gradient
         solved = cho_solve((factor, True), root * (prior @ right), check_finite=False)
         step = (right - root * solved) - weights
@@ -138,15 +135,26 @@ def _laplace(covariance: Matrix, evidence: Evidence, scale: float) -> Posterior:
             prior, evidence, weights, step, float(reached)
         )
         value, gradient, curvature = evidence.log_likelihood(latent)
+        if linear:  # its curvature is the same everywhere: the first step ends at the top
+            break
+        root, factor = _factored(prior, curvature)
         if change < _CONVERGED:
             break
-    root = np.sqrt(curvature)
-    factor = cholesky(
-        np.eye(count) + root[:, None] * prior * root[None, :], lower=True, check_finite=False
-    )
     log_evidence = value - 0.5 * float(weights @ latent) - float(np.log(np.diag(factor)).sum())
     log_evidence -= 0.5 * (math.log(scale) / _SCALE_SPREAD) ** 2
     return Posterior(gradient, factor, root, scale, log_evidence)
+
+
+def _factored(prior: Matrix, curvature: Vector) -> tuple[Vector, Matrix]:
+    """The root of the curvature, and the Cholesky factor of the identity plus the prior between
+    the two (algorithm 3.1)."""
+    import numpy as np
+    from scipy.linalg import cholesky
+
+    root = np.sqrt(curvature)
+    between = root[:, None] * prior * root[None, :]
+    between.flat[:: len(root) + 1] += 1.0
+    return root, cholesky(between, lower=True, overwrite_a=True, check_finite=False)
 
 
 def _line_search(
