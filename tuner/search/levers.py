@@ -148,6 +148,9 @@ def _optimizer(candidate: Candidate) -> Iterator[Lever]:
             "exp_avg_sq_dtype": "bf16",
         },
     )
+    flat = candidate.to_flat()
+    if not flat.get("fp8") and flat.get("fp8_recipe", "delayed") != "delayed":  # see of_frontend
+        yield Lever("main weights and gradients narrow, too", {"fp8_recipe": "delayed"})
     for fraction in (0.5, 1.0):
         yield Lever(
             f"{fraction:.0%} of the optimizer on the host",

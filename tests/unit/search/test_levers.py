@@ -28,6 +28,15 @@ def test_modules_are_added_to_those_recomputed_already_and_each_may_be_kept_inst
     assert kept.applied(Candidate.from_flat(flat)).recompute_modules == ("core_attn",)
 
 
+def test_an_fp8_recipe_without_fp8_that_costs_memory_may_be_another():
+    aware = {"use_precision_aware_optimizer": True, "fp8_recipe": "tensorwise"}
+    name = "main weights and gradients narrow, too"
+    found = {lever.name: lever for lever in levers(Candidate.from_flat(aware), EXPERTS)}
+    assert found[name].applied(Candidate.from_flat(aware)).to_flat()["fp8_recipe"] == "delayed"
+    for flat in ({}, {**aware, "fp8": "hybrid"}):
+        assert name not in {lever.name for lever in levers(Candidate.from_flat(flat), EXPERTS)}
+
+
 def test_experts_have_levers_of_their_own():
     dense, experts = (
         {lever.name for lever in levers(Candidate.from_flat({}), model)}
