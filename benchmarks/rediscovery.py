@@ -15,7 +15,9 @@ more, and profiles of every setting take the time.
 For each run: whether its configuration is valid and fits, by the rules and estimates of the plan;
 how far above the predicted best its predicted step lies; the share of the candidates that fit which
 are predicted to be faster, from a random draw of `DRAWN` of the space; and where the best is
-faster by more than `FASTER`, what the difference is made of, in seconds and in settings.
+faster by more than `FASTER`, what the difference is made of, in seconds and in settings. A run that
+the axes of its space cannot say (`in_space`: uneven stages, sharded weights, combined passes) may
+be predicted to be faster than anything in it: `above_best` is negative then.
 
 `--kept FILE` keeps the answer of each run as it comes and goes on from there. Profiles are kept on
 disk; the first pass over all runs takes hours on one core.
@@ -80,6 +82,8 @@ _OF_AXES = (
     "env",
 )
 """Fields of a published run that follow from what the axes choose."""
+_SPLITS = _OF_AXES[:5]
+"""Those that split layers unevenly, which shipped spaces do not do."""
 _OF_UNCOMPOSED = ("data_parallel_sharding_strategy", "fsdp_double_buffer", "delay_wgrad_compute")
 """Fields that go with sharded weights or combined passes."""
 
@@ -98,6 +102,7 @@ class Rediscovered:
     fits: bool | None = None
     gib: float | None = None
     limit_gib: float | None = None
+    in_space: bool | None = None
     feasible: int = 0
     published_s: float | None = None
     measured_s: float | None = None
@@ -179,6 +184,18 @@ def _checker(request: EstimateRequest, mcore: str) -> ValidityChecker:
         "check_for_nan_in_loss": False,  # as scripts/performance of Megatron Bridge sets it
     }
     return ValidityChecker(fixed, request.world_size, mcore, "bridge")
+
+
+def in_space(row: Mapping[str, Any]) -> bool:
+    """Whether the axes of a run's space can say its layout, recomputation, graphs and offload."""
+    try:
+        document = _plain(observation_of(row).document)
+        request = _on_installed(EstimateRequest.from_document(document))
+        flat = request.candidate.to_flat()
+        _prepared(request).space.labels(flat)
+    except InputError:
+        return False
+    return not any(flat.get(name) for name in (*UNCOMPOSED, *_SPLITS))
 
 
 def _prepared(request: EstimateRequest) -> PreparedJob:
@@ -337,6 +354,10 @@ def summary(found: Sequence[Rediscovered]) -> dict[str, Any]:
         "reached_share": (
             sum(bool(one.reached) for one in compared) / len(compared) if compared else None
         ),
+        "reached_of_those_in_their_space": [
+            sum(bool(one.reached) for one in compared if one.in_space),
+            sum(bool(one.in_space) for one in compared),
+        ],
         "valid": sum(one.valid is True for one in found),
         "fitting": sum(one.fits is True for one in found),
         "not_valid": {one.id: list(one.violations) for one in found if one.valid is False},
@@ -372,7 +393,7 @@ def main() -> None:
             print(json.dumps(kept[row["id"]]), file=sys.stderr, flush=True)
             if options.kept:
                 options.kept.write_text(json.dumps(kept, indent=1))
-        found.append(Rediscovered(**kept[row["id"]]))
+        found.append(Rediscovered(**kept[row["id"]] | {"in_space": in_space(row)}))
     document = {"command": shlex.join(["python", *sys.argv]), **summary(found)}
     print(json.dumps(document, indent=1))
 
