@@ -123,9 +123,9 @@ class _Attack:
         return subprocess.Popen([*TUNER, *arguments], stdout=subprocess.DEVNULL)
 
     def _strike(self, what: str, driver: subprocess.Popen[bytes]) -> None:
+        if what in ("driver", "mlflow") and not (self.study / "mlflow.json").exists():
+            return  # it is still making the study
         if what == "driver":
-            if not (self.study / "mlflow.json").exists():
-                return  # it is still making the study
             driver.kill()
             driver.wait()
             self.strikes["driver"] += 1

@@ -224,6 +224,25 @@ def test_a_stopped_study_is_consistent_and_resumes_where_it_was(tmp_path, stop):
     assert sum(r.data.tags.get("tuner.kind") == "study" for r in runs) == 1
 
 
+@pytest.mark.parametrize("moment", ["gcs_server", "raylet"])
+def test_a_stop_while_ray_starts_ends_in_order_and_leaves_nothing(tmp_path, moment):
+    study = tmp_path / "study"
+    command = [*TUNER, "tune", str(write_job(tmp_path)), "--study", str(study)]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    family = psutil.Process(running.pid)
+    wait_for(lambda: any(moment in p.name() for p in family.children(recursive=True)))
+    started = family.children(recursive=True)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=90)
+
+    assert running.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert psutil.wait_procs(started, timeout=30)[1] == []
+    assert all(r.info.status == "KILLED" for r in mlflow_runs(study))
+    summary = json.loads((study / "summary.json").read_text())
+    assert (summary["ended_because"], summary["trials"]) == ("interrupted", [])
+
+
 def test_trials_that_take_too_long_are_outcomes_and_the_answer_is_no(tmp_path):
     hurried = {**JOB["trainable"], "timeout_s": 1.0}
     job = write_job(tmp_path, trainable=hurried, budget={"trials": 2})

@@ -53,7 +53,11 @@ def ray_session(prepared: PreparedJob, address: str | None) -> Iterator[None]:
     if address is None:
         devices = devices_per_node(prepared, address)
         options |= {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, devices)}
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     _start(options, address)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)  # Ray has put its own in place
     try:
         yield
     finally:
@@ -72,11 +76,13 @@ def _start(options: dict[str, Any], address: str | None) -> None:
         try:
             ray.init(**options)
             return
-        except Exception as error:
+        except BaseException as error:
             # Ray raises plain Exceptions here, and leaves what it has started behind.
             for child in psutil.Process().children():
                 if child.pid not in before:
                     stop_family(child.pid)
+            if not isinstance(error, Exception):
+                raise
             known = isinstance(error, (ConnectionError, ValueError))
             if address is None and attempt > 1 and not known:
                 continue
@@ -91,16 +97,20 @@ def signals_stop_tune() -> Iterator[list[str]]:
     """SIGINT and SIGTERM end the Tune loop in order; the list then names the signal.
 
     Ray Tune always stops on SIGUSR1; its own SIGINT handler is off, since a second Ctrl-C would
-    then end the process before the study is closed.
+    then end the process before the study is closed. Before the loop runs, the first of the signals
+    raises KeyboardInterrupt.
     """
     stopped: list[str] = []
 
     def stop(number: int, frame: object) -> None:
         stopped.append(signal.Signals(number).name)
-        if len(stopped) == 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
+        if len(stopped) > 1:
+            return
+        if signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN:
+            raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGUSR1)
 
-    # Until Tune installs its handler, SIGUSR1 would end the process.
+    # Tune installs its handler when the loop begins; until then SIGUSR1 would end the process.
     kept = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     kept[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:

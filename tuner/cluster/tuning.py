@@ -97,27 +97,30 @@ def run_tuning(
         name=job.name,
         study_dir=directory.path,
     )
+    ended_because, quarantined = "interrupted", dict[str, str]()
     with contextlib.closing(records):
         records.reopen()
         records.reconcile(study.records(), prepared.world_size_of)
         with (
+            signals_stop_tune() as stopped,
+            contextlib.suppress(KeyboardInterrupt),  # a stop while Ray and the agents start
             ray_session(prepared, address),
             _fleet(prepared, directory, address, find_nodes) as fleet,
-            signals_stop_tune() as stopped,
         ):
+            quarantined = fleet.quarantined
             proposals.learn(study.records())
             searcher = _searcher(prepared, directory, study, records, display, fleet, proposals)
             _fit(searcher, directory)
+            ended_because = "interrupted" if stopped else searcher.ended_because
         reason = f"stopped by {stopped[0]}" if stopped else "the study ended before it ran"
         study.interrupt_running(reason, requeue=False)
-        ended_because = "interrupted" if stopped else searcher.ended_because
         return _conclude(
             prepared,
             directory,
             study,
             records,
             ended_because,
-            fleet.quarantined,
+            quarantined,
             review,
             learned=proposals.calibration,
         )
