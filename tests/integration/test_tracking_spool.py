@@ -98,6 +98,15 @@ def test_records_of_an_outage_arrive_once_in_order_with_their_true_times(server,
     assert before <= found[0].info.end_time <= during
 
 
+def test_a_slow_store_is_waited_for_as_long_as_it_takes_records(tmp_path):
+    spool = Spool(tmp_path / "spool.jsonl", lambda record: time.sleep(0.3))
+    for number in range(5):
+        spool.put({"kind": str(number)})
+    spool.start()
+    assert spool.drained(1.0)
+    spool.close()
+
+
 def test_a_record_cut_short_by_a_kill_is_dropped_and_the_rest_arrives(tmp_path):
     path = tmp_path / "spool.jsonl"
     first = Spool(path, lambda record: None)

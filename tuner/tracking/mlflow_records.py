@@ -27,8 +27,9 @@ from tuner.tracking.writer import MlflowWriter
 
 _LOG = logging.getLogger(__name__)
 _GIB = 2**30
-_LAST_WAIT_S = 60.0
-"""For a store that is away when the study ends."""
+_LAST_WAIT_S = 120.0
+"""Without a record taken, when the study ends: a server that comes back takes its time to answer,
+and the client's own pauses between attempts add up to half a minute."""
 _STACKS = "stacks.txt"
 
 

@@ -60,9 +60,13 @@ class Spool:
             return list(self._records)
 
     def drained(self, timeout_s: float) -> bool:
-        """Wait for everything to arrive; False where it did not within `timeout_s`."""
+        """Wait for everything to arrive; False where nothing did for `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._sent == len(self._records), timeout_s)
+            while self._sent < len(self._records):
+                before = self._sent
+                if not self._changed.wait_for(lambda: self._sent > before, timeout_s):
+                    return False
+            return True
 
     def close(self) -> None:
         """Stop delivering; what has not arrived stays in the file."""
