@@ -63,10 +63,14 @@ class Spool:
         """Wait for everything to arrive; False where nothing did for `timeout_s`."""
         with self._changed:
             while self._sent < len(self._records):
-                before = self._sent
-                if not self._changed.wait_for(lambda: self._sent > before, timeout_s):
+                if not self._took_another(timeout_s):
                     return False
             return True
+
+    def _took_another(self, timeout_s: float) -> bool:
+        """Whether a record arrives within `timeout_s`; the lock is held."""
+        before = self._sent
+        return self._changed.wait_for(lambda: self._sent > before, timeout_s)
 
     def close(self) -> None:
         """Stop delivering; what has not arrived stays in the file."""
