@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from tuner.candidate import Candidate
+from tuner.cluster.prepared import prepare
 from tuner.hardware import get_gpu
+from tuner.job import find_job, load_job
 from tuner.models import ModelSpec
 from tuner.search.enumeration import enumerate_space
 from tuner.search.planning.estimator import SpaceEstimator
+from tuner.search.planning.plan import without_effects
 from tuner.search.planning.whole import BEYOND_BYTES, WholeSpace
 from tuner.search.planning.workplace import Workplace
 from tuner.search.requirements import Requirements
@@ -146,3 +149,30 @@ def test_a_profile_of_memory_holds_the_kernels_that_a_run_for_kernels_gives() ->
     )
     other = profile_task(model, replace(setting, micro_batch_size=2), ProfileSource(512))
     assert not runs_alike(kernel_request(model, setting, **run), other.request)
+
+
+@pytest.mark.parametrize("name", ["llama3_70b_h100", "deepseek_v3_h100"])
+def test_settings_of_shipped_jobs_are_enumerated_without_what_offload_adds(name: str) -> None:
+    path = find_job(Path(name))
+    prepared = prepare(load_job(path), where=name, base_folder=path.parent)
+    found = without_effects(prepared.space, prepared.checker)
+    assert len(found) > 1_000
+    assert "use_precision_aware_optimizer" not in found.codes
+    assert "optimizer_cpu_offload" not in found.codes
+    assert len(found.values["offload_modules"]) > 1
+
+
+def test_an_axis_that_depends_on_offload_is_enumerated_set_and_unset() -> None:
+    moments = {"values": ["bf16"], "when": {"optimizer_cpu_offload": True}}
+    aware = AXES["use_precision_aware_optimizer"]
+    axes = {k: v for k, v in AXES.items() if k != "use_precision_aware_optimizer"}
+    space = parse_space(
+        {"axes": {**axes, "use_precision_aware_optimizer": aware, "exp_avg_dtype": moments}},
+        where="here",
+    )
+    run = {"bf16": True, "params_dtype": "bf16", "pipeline_dtype": "bf16"}
+    run |= {"seq_length": 512, "global_batch_size": 32, "use_distributed_optimizer": True}
+    checker = ValidityChecker({**MODEL, **run}, world_size=4, mcore="0.16.1")
+    found = without_effects(space, checker)
+    for field, value in (("use_precision_aware_optimizer", True), ("exp_avg_dtype", "bf16")):
+        assert {found.flat(row).get(field) for row in range(len(found))} == {None, value}

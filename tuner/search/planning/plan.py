@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tuner.candidate import Candidate
+from tuner.constraints.view import UNSET
 from tuner.errors import InputError
 from tuner.search.enumeration import ValidCandidates, enumerate_space
 from tuner.search.planning.estimator import SpaceEstimator, effects
@@ -58,7 +59,7 @@ def plan_space(
     """
     started = time.perf_counter()
     estimator = SpaceEstimator(place, workers=workers)
-    needed = estimator.needed(_without_effects(space, checker))
+    needed = estimator.needed(without_effects(space, checker))
     profiled = _measure(estimator, needed, progress)
     whole = WholeSpace(space, checker, requirements)
     entries, beyond, counts = whole.best(estimator, _KEPT, progress)
@@ -76,10 +77,11 @@ def plan_space(
     )
 
 
-def _without_effects(space: SearchSpace, checker: ValidityChecker) -> ValidCandidates:
+def without_effects(space: SearchSpace, checker: ValidityChecker) -> ValidCandidates:
     """The settings of the space, and the modules it may offload."""
-    values = {axis.field: axis.values for axis in space.axes}
-    left_out = effects({**{name: (value,) for name, value in space.fixed.items()}, **values})
+    values = {a.field: (*a.values, *((UNSET,) if a.when else ())) for a in space.axes}
+    added = effects({**{name: (value,) for name, value in space.fixed.items()}, **values})
+    left_out = _with_conditions(space, added)
     kept = [a for a in space.axes if a.field not in left_out and not a.field.startswith("env.")]
     fixed = {k: v for k, v in space.fixed.items() if k not in left_out and k != "env"}
     found = enumerate_space(SearchSpace(tuple(kept), fixed), checker)
@@ -87,6 +89,16 @@ def _without_effects(space: SearchSpace, checker: ValidityChecker) -> ValidCandi
     if "offload_modules" in space.fixed:
         offered = {"offload_modules": [space.fixed["offload_modules"]]}
     return ValidCandidates({**found.values, **offered}, found.codes, found.fixed, found.enumerated)
+
+
+def _with_conditions(space: SearchSpace, left_out: Collection[str]) -> set[str]:
+    """Those of `left_out` that no axis left in depends on."""
+    left = set(left_out)
+    while True:
+        named = {name for a in space.axes if a.field not in left for name, _ in a.when}
+        if not named & left:
+            return left
+        left -= named
 
 
 def _measure(estimator: SpaceEstimator, settings: Sequence[Candidate], progress: Progress) -> int:
