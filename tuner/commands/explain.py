@@ -156,6 +156,7 @@ def _stages(request: EstimateRequest) -> list[dict[str, Any]]:
             "breakdown": {name: int(getattr(memory, name)[0]) for name in MEMORY_PARTS},
             "fragmentation_bytes": int(memory.fragmented[0]),
             "fragmentation_expandable_bytes": int(memory.fragmented_expandable[0]),
+            "peaks_in_optimizer_step": bool(memory.step[0] > 0.999 * memory.activations[0]),
         }
         for stage, memory in enumerate(found)
     ]
@@ -201,7 +202,14 @@ def _print(answer: Mapping[str, Any], name: str) -> None:
     for violation in answer["violations"]:
         out.print(f"[red]invalid[/red] ({violation['rule']}): {violation['message']}")
     held = sorted(answer["memory"].items(), key=lambda item: -item[1])
-    out.print("memory: " + ", ".join(f"{part} {size / _GIB:.1f} GiB" for part, size in held))
+    names = {"optimizer": "optimizer state"}
+    stages = sorted(answer["stages"], key=lambda one: one["peak_allocated_bytes"])
+    if (
+        stages and stages[-1]["peaks_in_optimizer_step"]
+    ):  # then no pass's activations are in the peak
+        names["activations"] = "what the optimizer's step holds meanwhile"
+    parts = (f"{names.get(part, part)} {size / _GIB:.1f} GiB" for part, size in held)
+    out.print("memory: " + ", ".join(parts))
     lost = [stage for stage in answer["stages"] if stage["fragmentation_bytes"] > 0.2 * _GIB]
     if lost:
         worst = max(lost, key=lambda stage: stage["fragmentation_bytes"])
