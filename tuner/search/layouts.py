@@ -2,7 +2,8 @@
 
 A space offers `balanced:N` as a value of `pipeline_model_parallel_layout`: the layers over `N`
 chunks, so that the heaviest chunk is as light as can be. `N` chunks suit every pipeline size that
-divides `N`; what is left over makes the virtual stages.
+divides `N`; what is left over makes the virtual stages. A space that says nothing of how layers are
+split offers them for the pipeline sizes over which the model's layers do not divide.
 """
 
 from __future__ import annotations
@@ -13,10 +14,20 @@ from itertools import groupby
 from tuner.errors import InputError
 from tuner.models import ModelSpec
 from tuner.models.flops import unit_flops
-from tuner.search.space import SearchSpace
+from tuner.search.space import Axis, SearchSpace
 
 FIELD = "pipeline_model_parallel_layout"
 _BALANCED = "balanced:"
+_STAGES, _CHUNKS = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+_SPLITS = (
+    FIELD,
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "hybrid_layer_pattern",
+)
+"""Fields that split layers over stages themselves; a hybrid model ignores layouts."""
 
 
 def with_layouts(space: SearchSpace, model: ModelSpec, seq_length: int) -> SearchSpace:
@@ -25,7 +36,7 @@ def with_layouts(space: SearchSpace, model: ModelSpec, seq_length: int) -> Searc
     Raises InputError where no value of the axis is left, or `N` is no number.
     """
     axes = []
-    for axis in space.axes:
+    for axis in _uneven(space, model).axes:
         if axis.field == FIELD:
             found = (_value(value, model, seq_length) for value in axis.values)
             values = tuple(dict.fromkeys(value for value in found if value != ""))
@@ -34,6 +45,40 @@ def with_layouts(space: SearchSpace, model: ModelSpec, seq_length: int) -> Searc
             axis = replace(axis, values=values)
         axes.append(axis)
     return replace(space, axes=tuple(axes))
+
+
+def _uneven(space: SearchSpace, model: ModelSpec) -> SearchSpace:
+    """The space with balanced layouts for pipelines over which the layers do not divide."""
+    by_field = {axis.field: axis for axis in space.axes}
+    stages = by_field.get(_STAGES)
+    split = {*by_field, *space.fixed, *(name for name in _SPLITS if model.to_flat().get(name))}
+    if stages is None or split & set(_SPLITS) or _CHUNKS in space.fixed:
+        return space
+    odd = tuple(
+        int(size)
+        for size in stages.values
+        if isinstance(size, int) and 1 < size <= model.num_layers and model.num_layers % size
+    )
+    if not odd:
+        return space
+    virtual = by_field.get(_CHUNKS)
+    chunks = {1, *(int(n) for n in (virtual.values if virtual else ()) if isinstance(n, int))}
+    counts = sorted({size * n for size in odd for n in chunks if size * n <= model.num_layers})
+    layouts = Axis(FIELD, tuple(f"{_BALANCED}{n}" for n in counts), ((_STAGES, odd),))
+    axes: list[Axis] = []
+    for axis in space.axes:
+        axes.append(_only_even(axis, stages, odd) if axis.field == _CHUNKS else axis)
+        if axis.field == _STAGES:
+            axes.append(layouts)
+    return replace(space, axes=tuple(axes))
+
+
+def _only_even(axis: Axis, stages: Axis, odd: tuple[int, ...]) -> Axis:
+    """The axis of virtual stages where no layout decides them."""
+    even = tuple(size for size in stages.values if size not in odd)
+    others = tuple((name, allowed) for name, allowed in axis.when if name != _STAGES)
+    asked = dict(axis.when).get(_STAGES, stages.values)
+    return replace(axis, when=(*others, (_STAGES, tuple(s for s in even if s in asked))))
 
 
 def _value(value: object, model: ModelSpec, seq_length: int) -> object:

@@ -31,3 +31,28 @@ def test_layouts_with_more_chunks_than_layers_are_no_values_of_the_axis():
     (axis,) = space.axes
     assert len(axis.values) == 2
     assert axis.values[0] is None
+
+
+def test_pipelines_that_layers_do_not_divide_get_balanced_layouts_unasked():
+    axes = {
+        "pipeline_model_parallel_size": [1, 2, 4],
+        "virtual_pipeline_model_parallel_size": {
+            "values": [None, 3],
+            "when": {"pipeline_model_parallel_size": [2, 4]},
+        },
+    }
+    space = parse_space({"axes": axes}, where="here")
+    model = get_model("llama3.1-405b")  # 126 layers
+    found = list(with_layouts(space, model, 8192).enumerate())
+    chunks = {c: set() for c in (1, 2, 4)}
+    for flat in found:
+        layout = flat.get("pipeline_model_parallel_layout")
+        virtual = flat.get("virtual_pipeline_model_parallel_size")
+        assert layout is None or virtual is None
+        split = len(parse_layout(layout)) if layout else virtual
+        chunks[flat["pipeline_model_parallel_size"]].add(split)
+    assert chunks == {1: {None}, 2: {None, 3}, 4: {4, 12}}
+    assert with_layouts(space, get_model("llama3-70b"), 8192) == space  # 80 layers
+    own = {**axes, "account_for_loss_in_pipeline_split": [True]}
+    kept = parse_space({"axes": own}, where="here")
+    assert with_layouts(kept, model, 8192) == kept
