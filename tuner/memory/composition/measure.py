@@ -42,7 +42,7 @@ PIPELINE_FIELDS = (
 
 _WHOLE_STEP = "full_iteration"
 
-_PROFILED_FRACTION = 0.01
+_PROFILED_FRACTION = 0.0
 """Share of optimizer state on the host while profiling: what stays tells bytes per parameter."""
 
 UNCOMPOSED: Mapping[str, str] = {

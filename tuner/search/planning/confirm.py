@@ -63,11 +63,12 @@ def confirm(candidate: Candidate, place: Workplace, estimate: Estimate) -> dict[
     if path.exists():
         known: dict[str, Any] = json.loads(path.read_text())
         return known
+    found: dict[str, Any]
     try:
         answer = estimate(document, ranks)
+        found = {name: answer[name] for name in _KEPT if name in answer}
     except InputError as error:
-        return {"fits": None, "reason": str(error)}
-    found = {name: answer[name] for name in _KEPT if name in answer}
+        found = {"fits": None, "reason": str(error)}
     folder.mkdir(parents=True, exist_ok=True)
     write_json_atomically(path, found)
     return found
