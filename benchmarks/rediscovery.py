@@ -83,7 +83,7 @@ _OF_AXES = (
 )
 """Fields of a published run that follow from what the axes choose."""
 _SPLITS = _OF_AXES[:5]
-"""Those that split layers unevenly, which shipped spaces do not do."""
+"""Those that split layers unevenly: balanced layouts are offered, not the run's own."""
 _OF_UNCOMPOSED = ("data_parallel_sharding_strategy", "fsdp_double_buffer", "delay_wgrad_compute")
 """Fields that go with sharded weights or combined passes."""
 

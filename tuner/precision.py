@@ -88,6 +88,14 @@ def of_frontend(frontend: object, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"fp8_recipe": "tensorwise", **config}
 
 
+PRECISION_AWARE_FIELDS = (
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+)
+"""Fields that only a precision-aware optimizer takes."""
+
 _OF_RECIPE = {
     "delayed": "fp8_ds",
     "tensorwise": "fp8_cs",

@@ -204,9 +204,7 @@ def _print(answer: Mapping[str, Any], name: str) -> None:
     held = sorted(answer["memory"].items(), key=lambda item: -item[1])
     names = {"optimizer": "optimizer state"}
     stages = sorted(answer["stages"], key=lambda one: one["peak_allocated_bytes"])
-    if (
-        stages and stages[-1]["peaks_in_optimizer_step"]
-    ):  # then no pass's activations are in the peak
+    if stages and stages[-1]["peaks_in_optimizer_step"]:  # no pass's activations are in it
         names["activations"] = "what the optimizer's step holds meanwhile"
     parts = (f"{names.get(part, part)} {size / _GIB:.1f} GiB" for part, size in held)
     out.print("memory: " + ", ".join(parts))

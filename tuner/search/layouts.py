@@ -75,10 +75,10 @@ def _uneven(space: SearchSpace, model: ModelSpec) -> SearchSpace:
 
 def _only_even(axis: Axis, stages: Axis, odd: tuple[int, ...]) -> Axis:
     """The axis of virtual stages where no layout decides them."""
-    even = tuple(size for size in stages.values if size not in odd)
-    others = tuple((name, allowed) for name, allowed in axis.when if name != _STAGES)
-    asked = dict(axis.when).get(_STAGES, stages.values)
-    return replace(axis, when=(*others, (_STAGES, tuple(s for s in even if s in asked))))
+    when = dict(axis.when)
+    asked = when.get(_STAGES, stages.values)
+    when[_STAGES] = tuple(size for size in asked if size not in odd)
+    return replace(axis, when=tuple(when.items()))
 
 
 def _value(value: object, model: ModelSpec, seq_length: int) -> object:

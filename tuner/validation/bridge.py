@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from tuner.models import ModelSpecError, get_model
+from tuner.precision import PRECISION_AWARE_FIELDS
 from tuner.validation.launch import Launch, UnmodelledError
 
 _NEEDED = ("num_gpus", "seq_length", "mbs", "gbs", "tp", "pp", "precision")
@@ -96,7 +97,9 @@ def bridge_launch(row: Mapping[str, Any]) -> Launch:
     config |= _offload(row) | _dispatcher(row)
     config |= _provided(config)
     if not config.get("use_precision_aware_optimizer"):
-        config = {name: value for name, value in config.items() if name not in _AWARE_ONLY}
+        config = {
+            name: value for name, value in config.items() if name not in PRECISION_AWARE_FIELDS
+        }
     notes = [f"recipe settings of {recipe['source']}" if recipe else "recipe settings at defaults"]
     if _read_before_capture(row, config):
         config["cuda_graph_impl"] = "none"
@@ -117,8 +120,6 @@ def bridge_launch(row: Mapping[str, Any]) -> Launch:
     )
 
 
-_AWARE_ONLY = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-"""Fields that only a precision-aware optimizer takes."""
 _READ_AT = re.compile(r"(?:after|in) iteration (\d+)")
 _WARMUP_STEPS = 3
 """`cuda_graph_warmup_steps` of TransformerConfig: eager steps before layers are captured."""

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from tuner.candidate import Candidate
-from tuner.memory.composition import ProfileSource
 from tuner.search.planning.workplace import Workplace
 
 Estimate = Callable[[Mapping[str, Any], Sequence[int] | None], Mapping[str, Any]]
@@ -53,9 +52,8 @@ def confirm(candidate: Candidate, place: Workplace, estimate: Estimate) -> dict[
     from tuner.memory.composition.measure import cache_folder, profile_task
 
     document = document_of(candidate, place)
-    source = ProfileSource(place.seq_length, place.precision, place.gpu.architecture)
     # A profile's key holds everything in the software that a dry run depends on.
-    software = profile_task(place.model, Candidate.from_flat({}), source).key
+    software = profile_task(place.model, Candidate.from_flat({}), place.profile_source).key
     ranks = fullest_ranks(candidate, place)
     text = json.dumps([document, ranks, software], sort_keys=True, default=str)
     folder = cache_folder() / "confirmed"
@@ -80,14 +78,11 @@ def fullest_ranks(candidate: Candidate, place: Workplace) -> list[int] | None:
     from tuner.memory.composition.compose import stage_memories
     from tuner.memory.worker_pool import DryRunError
 
-    source = ProfileSource(
-        place.seq_length, place.precision, place.gpu.architecture, frontend=place.frontend
-    )
     try:
         stages = stage_memories(
             place.model,
             replace(candidate, cuda_graph_impl="none", cuda_graph_modules=()),
-            source,
+            place.profile_source,
             world_size=place.world_size,
             global_batch_size=place.global_batch_size,
         )

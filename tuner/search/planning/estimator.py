@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from tuner.candidate import Candidate
 from tuner.constraints.view import UNSET
 from tuner.errors import InputError
-from tuner.memory.composition import ProfileSource, index_candidates
+from tuner.memory.composition import index_candidates
 from tuner.memory.composition.index import Index
 from tuner.memory.composition.measure import without_recompute
+from tuner.precision import PRECISION_AWARE_FIELDS
 from tuner.search.enumeration import ValidCandidates
 from tuner.search.planning.memory_book import MemoryBook, layer_bytes
 from tuner.search.planning.offload import Offload, combined
@@ -49,8 +50,6 @@ EFFECTS = (*_GRAPHS, *OFFLOAD_FIELDS)
 """Fields whose effect is added to what is composed without them."""
 
 _AWARE = "use_precision_aware_optimizer"
-_NARROW = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-"""Fields that only a precision-aware optimizer takes."""
 
 TIME_PARTS = (*BREAKDOWN, "offload")
 
@@ -89,14 +88,7 @@ class SpaceEstimator:
     def __init__(self, place: Workplace, *, workers: int | None = None) -> None:
         self.place = place
         architecture = place.gpu.architecture
-        source = ProfileSource(
-            place.seq_length,
-            place.precision,
-            architecture,
-            layers=place.layers,
-            frontend=place.frontend,
-        )
-        self.memory = MemoryBook(place.model, source, workers)
+        self.memory = MemoryBook(place.model, place.profile_source, workers)
         self.time = TimeBook(
             place.model,
             place.machine,
@@ -219,7 +211,7 @@ def effects(values: Mapping[str, Sequence[Any]]) -> frozenset[str]:
 
     A precision-aware optimizer counts as part of offload only where it comes and goes with it.
     """
-    own = len(values.get(_AWARE, ())) < 2 or any(name in values for name in _NARROW)
+    own = len(values.get(_AWARE, ())) < 2 or any(name in values for name in PRECISION_AWARE_FIELDS)
     return frozenset(EFFECTS) - ({_AWARE} if own else set())
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tuner.candidate import Candidate
 from tuner.hardware import Gpu
+from tuner.memory.composition import ProfileSource
 from tuner.memory.fixed_costs import fixed_costs
 from tuner.memory.request import LOCAL, TRANSFORMER_ENGINE
 from tuner.models import ModelSpec
@@ -39,6 +40,17 @@ class Workplace:
     def layers(self) -> str:
         """Whose layers run: those of Transformer Engine on GPUs, local ones on a CPU."""
         return TRANSFORMER_ENGINE if self.cores is None else LOCAL
+
+    @property
+    def profile_source(self) -> ProfileSource:
+        """How profiles of its settings are made."""
+        return ProfileSource(
+            self.seq_length,
+            self.precision,
+            self.gpu.architecture,
+            layers=self.layers,
+            frontend=self.frontend,
+        )
 
     def allocatable_bytes(self, candidate: Candidate) -> float:
         """Bytes that PyTorch may allocate on a rank of the candidate."""
