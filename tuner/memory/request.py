@@ -35,6 +35,17 @@ class DryRunRequest:
     boundaries: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def optimizer_shards(self) -> tuple[float, float]:
+        """Ranks that share the update of dense and of expert parameters."""
+        config = self.config
+        if not config.get("use_distributed_optimizer"):
+            return 1.0, 1.0
+        tensor = int(config.get("tensor_model_parallel_size") or 1)
+        experts = int(config.get("expert_tensor_parallel_size") or tensor)
+        experts *= int(config.get("expert_model_parallel_size") or 1)
+        return self.world_size / tensor, self.world_size / experts
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

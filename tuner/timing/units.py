@@ -357,7 +357,7 @@ def read_kernels(
             parameters[f"layer {layer}"],
         )
     held = [sum(int(counts[kind]) for counts in parameters.values()) for kind in (0, 1)]
-    updated = sum(n / shards for n, shards in zip(held, _shards(request), strict=True))
+    updated = sum(n / shards for n, shards in zip(held, request.optimizer_shards, strict=True))
     optimizer, step = windows.step_bytes()
     return ModelKernels(
         units=units,
@@ -366,15 +366,6 @@ def read_kernels(
         optimizer_bytes_per_parameter=optimizer / updated,
         step_bytes_per_parameter=step / sum(held),
     )
-
-
-def _shards(request: DryRunRequest) -> tuple[float, float]:
-    """Ranks of the dry run that share the update of dense and of expert parameters."""
-    config = request.config
-    tensor = int(config.get("tensor_model_parallel_size") or 1)
-    experts = int(config.get("expert_tensor_parallel_size") or tensor)
-    experts *= int(config.get("expert_model_parallel_size") or 1)
-    return request.world_size / tensor, request.world_size / experts
 
 
 def _request_kinds(request: DryRunRequest) -> list[str]:

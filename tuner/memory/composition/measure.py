@@ -140,10 +140,7 @@ def profile_task(
         environment={k: v for k, v in environment.items() if k in _ENVIRONMENT},
         boundaries=True,
     )
-    shards = (1.0, 1.0)
-    if candidate.use_distributed_optimizer:
-        shards = (world / tensor, world / _expert_ranks(candidate))
-    return ProfileTask(request, kinds, shards, source.mcore)
+    return ProfileTask(request, kinds, request.optimizer_shards, source.mcore)
 
 
 def profile_world_size(candidate: Candidate) -> int:
