@@ -122,11 +122,11 @@ def estimate(
     chosen = list(ranks) if ranks is not None else peak_ranks(request)
     source = trace_of or dry_run_trace
     found = [estimate_rank(request, rank, source(request, rank)) for rank in chosen]
-    worst = max(found, key=lambda rank: rank.replay.peak_reserved_bytes)
+    worst = max(found, key=lambda rank: (not rank.fit.fits, rank.replay.peak_reserved_bytes))
     return {
         "fits": all(rank.fit.fits for rank in found),
         "peak_allocated_bytes": max(rank.replay.peak_allocated_bytes for rank in found),
-        "peak_reserved_bytes": worst.replay.peak_reserved_bytes,
+        "peak_reserved_bytes": max(rank.replay.peak_reserved_bytes for rank in found),
         "ranks": [rank.to_json() for rank in found],
         **time_fields(request),
         "memory_fit": worst.fit.to_json(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from tuner.cluster.prepared import PreparedJob
     from tuner.job import Job
     from tuner.search.planning.front import Ranked
-    from tuner.search.planning.plan import Plan
     from tuner.search.planning.workplace import Workplace
     from tuner.search.validity import ValidityChecker
 
@@ -98,6 +96,7 @@ def planned(
 ) -> dict[str, Any]:
     """`plan_document` of a prepared job, with what `start` gives beside its best candidates."""
     from tuner.search.explain import explain_best
+    from tuner.search.planning.confirm import confirm_plan
     from tuner.search.planning.machine import workplace_of
     from tuner.search.planning.plan import plan_space, require_gpu_space
 
@@ -117,16 +116,18 @@ def planned(
             workers=request.workers,
             progress=bar.show,
         )
-        confirmed = _confirmed(plan, place, request.confirm, bar)
-    refuted = {key for key, found in confirmed.items() if found["fits"] is False}
-    shown = [one for one in plan.best if one.candidate.key not in refuted][: request.top]
+        confirmed = confirm_plan(plan, place, request.confirm, _dry_run, bar.finalists)
+    plan, answers = confirmed.plan, confirmed.answers
     counts = plan.counts
     return {
         "job": job.name,
         "gpu": place.gpu.name,
         "world_size": place.world_size,
-        "candidates": [_document(one, place, confirmed.get(one.candidate.key)) for one in shown],
-        "pareto": [_document(one, place, None) for one in plan.pareto],
+        "candidates": [
+            _document(one, place, answers.get(one.candidate.key))
+            for one in plan.best[: request.top]
+        ],
+        "pareto": [_document(one, place, answers.get(one.candidate.key)) for one in plan.pareto],
         "counts": {
             "enumerated": counts.enumerated,
             "invalid": counts.enumerated - counts.valid,
@@ -136,7 +137,7 @@ def planned(
             "feasible": counts.feasible,
         },
         "not_estimated_because": dict(counts.problems.most_common()),
-        "refuted_by_dry_run": len(refuted),
+        "refuted_by_dry_run": confirmed.left_out,
         "profiled_settings": plan.profiled,
         "explanation": explain_best(plan, place),
         "seconds": plan.seconds,
@@ -163,27 +164,10 @@ def _start(candidate: Candidate, place: Workplace, checker: ValidityChecker) -> 
     }
 
 
-def _confirmed(
-    plan: Plan, place: Workplace, count: int, bar: _ProgressBar
-) -> dict[str, dict[str, Any]]:
-    """Full dry runs of the best candidates, until `count` of them fit (twice as many at most)."""
+def _dry_run(document: Mapping[str, Any], ranks: Sequence[int] | None) -> Mapping[str, Any]:
     from tuner.commands.estimate import estimate_document
-    from tuner.search.planning.confirm import confirm
 
-    def dry_run(document: Mapping[str, Any], ranks: Sequence[int] | None) -> Mapping[str, Any]:
-        return estimate_document(document, where="plan", ranks=ranks)
-
-    found: dict[str, dict[str, Any]] = {}
-    left, fitting = list(plan.best[: 2 * count]), 0
-    with ThreadPoolExecutor(max_workers=max(1, count)) as pool:
-        while left and fitting < count:
-            bar.show("dry runs of finalists", fitting, count)
-            batch, left = left[: count - fitting], left[count - fitting :]
-            answers = pool.map(lambda one: confirm(one.candidate, place, dry_run), batch)
-            for one, answer in zip(batch, answers, strict=True):
-                found[one.candidate.key] = answer
-                fitting += answer["fits"] is not False
-    return found
+    return estimate_document(document, where="plan", ranks=ranks)
 
 
 def _document(one: Ranked, place: Workplace, confirmed: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -337,6 +321,10 @@ class _ProgressBar:
         if stage not in self._tasks:
             self._tasks[stage] = self._bar.add_task(stage)
         self._bar.update(self._tasks[stage], completed=done, total=total or None)
+
+    def finalists(self, done: int, total: int) -> None:
+        """Set the bar of the dry runs that confirm the best candidates."""
+        self.show("dry runs of finalists", done, total)
 
 
 def _print_plan(answer: Mapping[str, Any], name: str) -> None:

@@ -26,6 +26,8 @@ Handler = Callable[["Recorder", Any, tuple[Any, ...], dict[str, Any]], Any]
 """Stands in for an operator: recorder, operator, positional and keyword arguments."""
 
 _META = torch.device("meta")
+_MAX_HOST_ELEMENTS = 1 << 20
+"""Elements of the largest host tensor that holds data."""
 
 _UNSEEN = object()
 
@@ -201,6 +203,10 @@ class Recorder:
         life = self._lives.get(id(tensor.untyped_storage()))
         return None if life is None or not life.size else life.block
 
+    def follows(self, tensor: torch.Tensor) -> bool:
+        """Whether the storage of `tensor` is known already."""
+        return id(tensor.untyped_storage()) in self._lives
+
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Record that `storage`, if known, has given back its block and taken one of its size."""
         life = self._lives.get(id(storage))
@@ -317,8 +323,8 @@ class _RecordingMode(TorchDispatchMode):
             device = kwargs.get("device")
             if device is not None or "device" in kwargs:
                 kwargs = dict(kwargs, device=self._placed(device))
-                if kwargs.pop("pin_memory", False):
-                    return self._pinned(func, args, kwargs)
+                if kwargs.pop("pin_memory", False) or self._large_on_host(func, args, kwargs):
+                    return self._without_data(func, args, kwargs)
             result = self._run(func, args, kwargs)
             self._recorder.values.carry(func, args, kwargs, result)
         kernel = self._kernels.get(func, _UNSEEN)
@@ -344,14 +350,24 @@ class _RecordingMode(TorchDispatchMode):
         return result
 
     def _on_host(self, result: Any) -> Any:
-        """The result of an operator on host tensors, which lies there too."""
-        if isinstance(result, torch.Tensor) and result.is_meta and not self._recorder.host_counts:
-            self._recorder.see(result)
-            self._recorder.move_to_host(result)
+        """The result of an operator on host tensors, which lies there too unless seen already."""
+        recorder = self._recorder
+        if recorder.host_counts or not isinstance(result, torch.Tensor) or not result.is_meta:
+            return result
+        if not recorder.follows(result):
+            recorder.see(result)
+            recorder.move_to_host(result)
         return result
 
-    def _pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A tensor in pinned host memory: without data, and not counted."""
+    def _large_on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the operator makes a host tensor too large for its values to be of interest."""
+        if kwargs["device"] is _META or self._recorder.host_counts:
+            return False
+        made = self._shapes.run(func, args, dict(kwargs, device=_META))
+        return isinstance(made, torch.Tensor) and made.numel() > _MAX_HOST_ELEMENTS
+
+    def _without_data(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A tensor in host memory: without data, and not counted."""
         result = func(*args, **dict(kwargs, device=_META))
         self._recorder.see(result)
         self._recorder.move_to_host(result)

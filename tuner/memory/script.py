@@ -190,7 +190,8 @@ class ScriptStep:
 
 def _forward_step(data: Any, model: Any, return_schedule_plan: bool = False) -> Any:
     """The forward pass of one micro-batch, or its plan where the schedule interleaves layers."""
-    batch = _part_of_this_cp_rank(next(data)) if data is not None else {}
+    # The split changes its argument, which may be the static input of a captured step.
+    batch = _part_of_this_cp_rank(dict(next(data))) if data is not None else {}
     bare = unwrapped(model)
     run = bare.build_schedule_plan if return_schedule_plan else model
     more = {"loss_mask": batch.get("loss_mask")} if _takes(type(bare).forward, "loss_mask") else {}

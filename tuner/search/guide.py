@@ -27,6 +27,7 @@ _MODULE_STEPS = {
     "moe": 5,
 }
 _FULL_STEPS = 8
+_NOTHING_STEPS = 1  # selective recomputation of no module is a longer way to say none
 _STEP = 0.03  # log units of step time for one step further down the guide
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
@@ -37,7 +38,8 @@ def guide_steps(candidate: Candidate) -> int:
     if candidate.recompute_granularity == "full":
         steps += _FULL_STEPS
     elif candidate.recompute_granularity == "selective":
-        steps += sum(_MODULE_STEPS.get(module, 4) for module in candidate.recompute_modules)
+        modules = candidate.recompute_modules
+        steps += sum(_MODULE_STEPS.get(module, 4) for module in modules) or _NOTHING_STEPS
     offloads = candidate.cpu_offloading or candidate.fine_grained_activation_offloading
     if offloads:
         steps += 3 if candidate.pipeline_model_parallel_size == 1 else 6

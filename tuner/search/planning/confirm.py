@@ -9,21 +9,117 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from tuner.candidate import Candidate
+from tuner.search.planning.front import Ranked
+from tuner.search.planning.plan import Plan
 from tuner.search.planning.workplace import Workplace
 
 Estimate = Callable[[Mapping[str, Any], Sequence[int] | None], Mapping[str, Any]]
 """Gives the document of `tuner estimate` for an input document and the ranks to dry-run (None for
 all that may hold the peak)."""
 
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+
 _STAGES = 2
 _NEAR = 0.97
 """Stages that are dry-run: the fullest, and a second one that holds nearly as much."""
 
+_TRIES = 4
+"""Finalists that are dry-run at most, for each that is to be found to fit."""
+
+_LEAST_SHORTFALL = 0.002
+"""Share of the limit by which a finalist that does not fit is too large at the least."""
+
 _KEPT = ("fits", "peak_allocated_bytes", "peak_reserved_bytes", "memory_fit")
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """A plan after dry runs of its finalists: `plan` without what they say does not fit.
+
+    `answers` holds what they said (`confirm`), by the key of the candidate. Of candidates that were
+    not dry-run those are left out, too, whose estimate leaves less room than one that lacked some:
+    `left_out` counts both.
+    """
+
+    plan: Plan
+    answers: Mapping[str, Mapping[str, Any]]
+    left_out: int
+
+
+def confirm_plan(
+    plan: Plan,
+    place: Workplace,
+    count: int,
+    estimate: Estimate,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Confirmed:
+    """Dry-run the best candidates, fastest first, until `count` of them fit.
+
+    What one of them lacks, others of its kind are taken to lack. `progress` is told how many fit,
+    and of how many.
+    """
+    answers: dict[str, Mapping[str, Any]] = {}
+    room = _Room()
+    fitting, tries = 0, _TRIES * count
+    with ThreadPoolExecutor(max_workers=max(1, count)) as pool:
+        while fitting < count and tries > 0:
+            progress(fitting, count)
+            left = (one for one in plan.best if one.candidate.key not in answers and room.has(one))
+            batch = list(islice(left, min(count - fitting, tries)))
+            if not batch:
+                break
+            tries -= len(batch)
+            found = pool.map(lambda one: confirm(one.candidate, place, estimate), batch)
+            for one, answer in zip(batch, found, strict=True):
+                answers[one.candidate.key] = answer
+                fitting += answer["fits"] is True
+                if answer["fits"] is False:
+                    room.note(one, answer)
+
+    def stays(one: Ranked) -> bool:
+        answer = answers.get(one.candidate.key)
+        return room.has(one) if answer is None else answer["fits"] is not False
+
+    best = tuple(one for one in plan.best if stays(one))
+    pareto = tuple(one for one in plan.pareto if stays(one))
+    left_out = len(plan.best) - len(best)
+    return Confirmed(replace(plan, best=best, pareto=pareto), answers, left_out)
+
+
+class _Room:
+    """Bytes below the limit that estimates must stay, by kind of candidate.
+
+    What the allocator loses depends on its settings and on the pools of CUDA graphs.
+    """
+
+    def __init__(self) -> None:
+        self._needed: dict[tuple[object, ...], float] = {}
+
+    def has(self, one: Ranked) -> bool:
+        """Whether a candidate's estimate leaves the room that others lacked."""
+        needed = self._needed.get(_kind(one.candidate))
+        return needed is None or one.limit_bytes - one.memory_bytes >= needed
+
+    def note(self, one: Ranked, answer: Mapping[str, Any]) -> None:
+        """Learn from the dry run of a candidate that does not fit."""
+        lacking = max(
+            answer["peak_reserved_bytes"] - answer["memory_fit"]["capacity_bytes"],
+            _LEAST_SHORTFALL * one.limit_bytes,
+        )
+        kind = _kind(one.candidate)
+        needed = one.limit_bytes - one.memory_bytes + lacking
+        self._needed[kind] = max(self._needed.get(kind, 0.0), needed)
+
+
+def _kind(candidate: Candidate) -> tuple[object, ...]:
+    pools = candidate.cuda_graph_impl not in ("none", "full_iteration")  # one for each layer
+    return dict(candidate.env).get(_ALLOCATOR), pools
 
 
 def document_of(candidate: Candidate, place: Workplace) -> dict[str, Any]:
@@ -63,13 +159,25 @@ def confirm(candidate: Candidate, place: Workplace, estimate: Estimate) -> dict[
         return known
     found: dict[str, Any]
     try:
-        answer = estimate(document, ranks)
-        found = {name: answer[name] for name in _KEPT if name in answer}
+        found = _fullest_answer(document, ranks, estimate)
     except InputError as error:
         found = {"fits": None, "reason": str(error)}
     folder.mkdir(parents=True, exist_ok=True)
     write_json_atomically(path, found)
     return found
+
+
+def _fullest_answer(
+    document: Mapping[str, Any], ranks: Sequence[int] | None, estimate: Estimate
+) -> dict[str, Any]:
+    """The answer for the rank that needs most; for the first one that does not fit."""
+    answers: list[Mapping[str, Any]] = []
+    for chosen in [None] if ranks is None else [[rank] for rank in ranks]:
+        answers.append(estimate(document, chosen))
+        if not answers[-1]["fits"]:
+            break
+    fullest = max(answers, key=lambda answer: (not answer["fits"], answer["peak_reserved_bytes"]))
+    return {name: fullest[name] for name in _KEPT if name in fullest}
 
 
 def fullest_ranks(candidate: Candidate, place: Workplace) -> list[int] | None:

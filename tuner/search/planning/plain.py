@@ -15,6 +15,7 @@ from tuner.errors import InputError
 from tuner.memory.composition import MEMORY_PARTS, compose_index
 from tuner.memory.composition.measure import without_recompute
 from tuner.search.enumeration import ValidCandidates
+from tuner.search.planning.graph_memory import captures_layers, layer_input_bytes
 from tuner.search.planning.memory_book import layer_bytes
 from tuner.search.planning.offload import Passes, combined
 from tuner.search.planning.time_book import Graph
@@ -63,6 +64,25 @@ class PlainBlock:
         """Bytes that the optimizer's step holds, whatever passes hold, `[pair]`."""
         result: Values = self._composed.step_bytes.astype(float)
         return result
+
+    @cached_property
+    def graph_bytes(self) -> Values:
+        """Bytes that graphs of layers hold beyond `parts`, `[row]`."""
+        import numpy as np
+
+        code, graphs = self._graphs()
+        found = np.zeros(len(self.pair))
+        rows = np.flatnonzero(np.array([captures_layers(*graph) for graph in graphs])[code])
+        if not len(rows):
+            return found
+        settings, kinds, place = self.index.settings, self._estimator.time.kinds, self._place
+        saved = np.array([self._saved(setting, kinds) for setting in settings])
+        inputs = [layer_input_bytes(place.model, s, place.seq_length) for s in settings]
+        share = np.where(saved > 0, np.array(inputs) / np.maximum(saved, 1.0), 0.0)
+        setting = self.index.setting[self._example]
+        captured = share[setting] * self.parts[:, MEMORY_PARTS.index("activations")]
+        found[rows] = captured[self.pair[rows]]
+        return found
 
     @cached_property
     def tensor_sizes(self) -> Rows:

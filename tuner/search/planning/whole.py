@@ -202,7 +202,7 @@ class WholeSpace:
                 for value in (moved.share, moved.fraction)
             )
             least = own.and_also(Offload(share, fraction)).remaining(parts, step).sum(axis=1)
-            result &= (sizes != size) | (least <= limits)
+            result &= (sizes != size) | (least + plain.graph_bytes <= limits)
         return np.flatnonzero(result)
 
     def _portions(
@@ -265,6 +265,7 @@ class _Portion:
         parts = self.plain.parts[pair]
         moved = self.own.at(heads[at]).and_also(self.offload.at(tail))
         memory = moved.remaining(parts, self.plain.step_bytes[pair]).sum(axis=1)
+        memory += self.plain.graph_bytes[heads][at]
         limit = self.limits[heads][at]
         added = moved.added(self.passes.at(places[at]), parts[:, 2], self.estimator.place)
         step = self.passes.step_s[places[at]] + added
@@ -307,6 +308,7 @@ class _Teller:
             spent.append(step - float(self.passes.step_s[self.position[head]]))
             held = self.plain.parts[[pair]], self.plain.step_bytes[[pair]]
             parts = moved.remaining(*held)[0].tolist()
+            parts[MEMORY_PARTS.index("other")] += float(self.plain.graph_bytes[head])
             result.append(
                 Ranked(
                     candidate=self.space.candidate(head, tail),
