@@ -204,7 +204,7 @@ class Fuzzer:
             job = load_job(path)
             space = job.search_space(self._folder)
             space.combinations()
-            space.points(5, Random(0))
+            list(space.points(5, Random(0)))
             create_study_directory(free_path(self._folder / "studies", job.name), path)
 
         return read

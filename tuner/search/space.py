@@ -121,14 +121,14 @@ class SearchSpace:
             states = grown
         return sum(count for _, count in states.values())
 
-    def points(self, at_most: int, random: Random) -> list[dict[str, Value]]:
-        """Every point in random order, or `at_most` random draws where there are more."""
-        listed = list(itertools.islice(self.enumerate(), at_most + 1))
-        if len(listed) > at_most:
+    def points(self, at_most: int, random: Random) -> Iterator[dict[str, Value]]:
+        """Every point in random order, or `at_most` random draws, lazily, where there are more."""
+        if self.combinations() > at_most:
             chooser = _RandomChooser(random)
-            return [self.suggest(chooser) for _ in range(at_most)]
+            return (self.suggest(chooser) for _ in range(at_most))
+        listed = list(self.enumerate())
         random.shuffle(listed)
-        return listed
+        return iter(listed)
 
     def labels(self, flat: Mapping[str, Value]) -> dict[str, str]:
         """The choice of every existing axis that gives this flat candidate (`suggest` undone).

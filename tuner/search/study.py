@@ -279,7 +279,7 @@ class TuningStudy:
     def _enqueue_unseen(self) -> bool:
         """Propose a valid candidate not seen before, at random; False when there is none left."""
         if self._unseen is None:
-            self._unseen = self._space.points(_LISTED_AT_MOST, self._random)
+            self._unseen = list(self._space.points(_LISTED_AT_MOST, self._random))
         while self._unseen:
             flat = self._unseen.pop()
             candidate = Candidate.from_flat(flat)

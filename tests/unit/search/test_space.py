@@ -67,11 +67,11 @@ def test_points_are_counted_as_they_are_listed_also_under_conditions_on_mappings
 
 def test_points_are_all_points_shuffled_or_as_many_random_draws():
     space = parse_space(CONDITIONAL, where="x")
-    everything = space.points(100, Random(1))
+    everything = list(space.points(100, Random(1)))
     assert sorted(map(repr, everything)) == sorted(map(repr, space.enumerate()))
-    drawn = space.points(3, Random(1))
+    drawn = list(space.points(3, Random(1)))
     assert len(drawn) == 3
-    assert drawn == space.points(3, Random(1))
+    assert drawn == list(space.points(3, Random(1)))
     assert all(point in everything for point in drawn)
 
 
