@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
+from tuner.constraints.rules.layer_split import LayoutError, parse_layout
 from tuner.errors import InputError
 from tuner.hardware import Gpu, get_gpu
 from tuner.memory.allocator_replay import AllocatorReplay, Fit, explain_fit
@@ -223,8 +224,8 @@ def run_batch_size(request: EstimateRequest) -> int:
     """Sequences of a step that holds as much memory as the whole global batch.
 
     A pipeline rank holds its largest number of micro-batches once the first forward passes are
-    through; three rounds of the pipeline are past that point under every schedule of Megatron-Core,
-    and four micro-batches are past the first accumulation of gradients. Where the gradient of the
+    through: after one round of a pipeline without chunks, within three of an interleaved one. Four
+    micro-batches more are past the first accumulation of gradients. Where the gradient of the
     output layer's weight is deferred, tensors pile up until the limit or the last micro-batch.
     """
     candidate = request.candidate
@@ -233,11 +234,26 @@ def run_batch_size(request: EstimateRequest) -> int:
     replicas = max(1, request.world_size // max(1, candidate.model_parallel_size()))
     step = candidate.micro_batch_size * replicas
     round_size = max(candidate.pipeline_model_parallel_size, group)
-    rounds = max(4, 3 * round_size)
+    rounds = 4
+    if candidate.pipeline_model_parallel_size > 1:
+        rounds += candidate.pipeline_model_parallel_size
+    if _has_chunks(candidate):
+        rounds = max(4, 3 * round_size)
     if extra.get("defer_embedding_wgrad_compute"):
         limit = extra.get("wgrad_deferral_limit") or 0
         rounds = max(rounds, limit + round_size) if limit else request.global_batch_size
     return min(request.global_batch_size, step * rounds)
+
+
+def _has_chunks(candidate: Candidate) -> bool:
+    """Whether ranks hold several model chunks, or may."""
+    layout = dict(candidate.extra).get("pipeline_model_parallel_layout")
+    if not layout:
+        return bool(candidate.virtual_pipeline_model_parallel_size)
+    try:
+        return len(parse_layout(layout)) != candidate.pipeline_model_parallel_size
+    except LayoutError:
+        return True
 
 
 def dry_run_trace(request: EstimateRequest, rank: int) -> Trace:

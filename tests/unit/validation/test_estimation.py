@@ -129,10 +129,22 @@ class TestRunBatch:
     def test_small_batches_run_whole(self):
         assert self.size(16, {"pipeline_model_parallel_size": 4}) == 16
 
-    def test_large_batches_run_three_rounds_of_the_pipeline(self):
-        # 16 GPUs, 4 stages: 4 replicas of 2 sequences, 12 micro-batches each.
+    def test_large_batches_fill_the_pipeline_and_run_four_micro_batches_more(self):
+        # 16 GPUs, 4 stages: 4 replicas of 2 sequences, 8 micro-batches each.
         config = {"pipeline_model_parallel_size": 4, "micro_batch_size": 2}
-        assert self.size(1024, config) == 4 * 2 * 12
+        assert self.size(1024, config) == 4 * 2 * 8
+
+    @pytest.mark.parametrize(
+        ("chunks", "rounds"),
+        [
+            ({"virtual_pipeline_model_parallel_size": 2}, 12),
+            ({"pipeline_model_parallel_layout": "Et|(tt|)*6tL"}, 12),
+            ({"pipeline_model_parallel_layout": "Et*5|(t*5|)*2t*5L"}, 8),
+        ],
+    )
+    def test_interleaved_schedules_run_three_rounds_of_the_pipeline(self, chunks, rounds):
+        config = {"pipeline_model_parallel_size": 4, "micro_batch_size": 1, **chunks}
+        assert self.size(1024, config) == 4 * rounds
 
     def test_without_a_pipeline_four_micro_batches_run(self):
         assert self.size(1024, {}) == 16 * 4
