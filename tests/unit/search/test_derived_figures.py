@@ -34,7 +34,7 @@ def test_the_hosts_time_is_what_passes_wait_for(host, device):
 
 
 def test_a_larger_micro_batch_leaves_the_host_as_much_to_launch():
-    recipe = Recipe(8, ONCE, TWICE, ONCE, ())
+    recipe = Recipe(8, ONCE, ONCE, TWICE, ONCE, ())
     found = derived_figures(recipe, {ONCE: figures(1.0, 3.0), TWICE: figures(2.0, 3.0)})
     expected = figures(8.0, 3.0)
     assert found.forward == pytest.approx(expected.forward)
@@ -42,7 +42,7 @@ def test_a_larger_micro_batch_leaves_the_host_as_much_to_launch():
 
 
 def test_recomputation_adds_launches_of_its_own():
-    recipe = Recipe(1, ONCE, TWICE, ONCE, (FULL,))
+    recipe = Recipe(1, ONCE, ONCE, TWICE, ONCE, (FULL,))
     anchors = {ONCE: figures(1.0, 3.0), FULL: figures(1.0, 3.0, repeated_s=1.0, added_host_s=3.0)}
     found = derived_figures(recipe, anchors)
     assert found.backward == pytest.approx(anchors[FULL].backward)

@@ -3,9 +3,9 @@
 A profile is a dry run of some tenths of a second, and a space has thousands of settings. What a
 setting does to the units of a model is nearly separable: bytes and seconds grow linearly with the
 micro-batch, and what recomputing a module saves is the same share on every grid of ranks. So each
-grid (tensor, context, expert ranks) is profiled plain for two micro-batch sizes, and each way of
-recomputing once for each tensor-parallel size. Settings that are themselves profiled are exact;
-what a plan shows at the top is profiled itself.
+grid (tensor, context, expert ranks) is profiled plain, of those that differ in expert ranks one
+with a micro-batch of two, and for each tensor-parallel size one grid with each way of recomputing.
+Settings that are themselves profiled are exact; what a plan shows at the top is profiled itself.
 """
 
 from __future__ import annotations
@@ -23,33 +23,36 @@ if TYPE_CHECKING:
 
     Values = NDArray[np.float64]
 
-Grid = tuple[int, int, int, int]
+Family = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How a setting follows from profiled ones.
 
-    Its figures are those of `once` and `twice` (micro-batches of one and of two), continued to
+    Its figures are those of `once`, a micro-batch of one on its grid; what `twice` (a micro-batch
+    of two) differs by from `single` (of one), in proportion, for each sequence more than one up to
     `batch`; and what each of `changed` differs by from `unchanged`, in proportion.
     """
 
     batch: int
     once: Candidate
+    single: Candidate
     twice: Candidate
     unchanged: Candidate
     changed: tuple[Candidate, ...]
 
     def anchors(self) -> tuple[Candidate, ...]:
         """Every setting it needs."""
-        needed = (self.once,) if self.batch == 1 else (self.once, self.twice)
-        return needed if not self.changed else (*needed, self.unchanged, *self.changed)
+        larger = (self.single, self.twice) if self.batch > 1 else ()
+        other = (self.unchanged, *self.changed) if self.changed else ()
+        return (self.once, *larger, *other)
 
 
 def recipes(settings: Sequence[Candidate]) -> dict[Candidate, Recipe]:
     """A recipe for each setting, chosen so that few anchors serve all of them."""
-    home = _homes(settings)
-    return {setting: _recipe(setting, home) for setting in settings}
+    homes = _homes(settings)
+    return {setting: _recipe(setting, homes) for setting in settings}
 
 
 def needed_anchors(found: Iterable[Recipe]) -> list[Candidate]:
@@ -64,10 +67,10 @@ def combine(recipe: Recipe, value: Callable[[Candidate], Values]) -> Values:
     """
     import numpy as np
 
-    once = value(recipe.once)
-    figures = once
+    figures = value(recipe.once)
     if recipe.batch > 1:
-        figures = once + (recipe.batch - 1) * (value(recipe.twice) - once)
+        more = added_share(value(recipe.single), value(recipe.twice))
+        figures = figures * (1.0 + (recipe.batch - 1) * more)
     if not recipe.changed:
         return figures
     plain = value(recipe.unchanged)
@@ -79,12 +82,20 @@ def combine(recipe: Recipe, value: Callable[[Candidate], Values]) -> Values:
     return result
 
 
-def _recipe(setting: Candidate, home: Mapping[tuple[int, int | None], Candidate]) -> Recipe:
-    plain = without_recompute(setting)
-    once, twice = (replace(plain, micro_batch_size=size) for size in (1, 2))
-    reference = home[_family(setting)]
+def added_share(once: Values, twice: Values) -> Values:
+    """What a sequence more adds to figures of one, as a share of them: all of it where they are
+    zero."""
+    import numpy as np
+
+    return np.where(once == 0, 1.0, twice / np.where(once == 0, 1.0, once) - 1.0)
+
+
+def _recipe(setting: Candidate, homes: _Homes) -> Recipe:
+    once = replace(without_recompute(setting), micro_batch_size=1)
+    single, reference = homes.of_batches[_grid(setting)], homes.of_changes[_family(setting)]
     changed = tuple(_changes(setting, reference))
-    return Recipe(setting.micro_batch_size, once, twice, reference, changed)
+    twice = replace(single, micro_batch_size=2)
+    return Recipe(setting.micro_batch_size, once, single, twice, reference, changed)
 
 
 def _changes(setting: Candidate, reference: Candidate) -> Iterable[Candidate]:
@@ -103,19 +114,32 @@ def _changes(setting: Candidate, reference: Candidate) -> Iterable[Candidate]:
             yield replace(reference, recompute_granularity="selective", recompute_modules=(module,))
 
 
-def _homes(settings: Sequence[Candidate]) -> dict[tuple[int, int | None], Candidate]:
-    """For each family the setting on which changes are measured: plain, on its smallest grid."""
-    homes: dict[tuple[int, int | None], Candidate] = {}
+@dataclass(frozen=True, slots=True)
+class _Homes:
+    """Plain settings with micro-batches of one: on which larger ones are measured, and changes."""
+
+    of_batches: Mapping[Family, Candidate]
+    of_changes: Mapping[Family, Candidate]
+
+
+def _homes(settings: Sequence[Candidate]) -> _Homes:
+    """The smallest grid of each family."""
+    batches: dict[Family, Candidate] = {}
+    changes: dict[Family, Candidate] = {}
     for setting in settings:
-        family = _family(setting)
         plain = replace(without_recompute(setting), micro_batch_size=1)
-        if family not in homes or _size(plain) < _size(homes[family]):
-            homes[family] = plain
-    return homes
+        for homes, family in ((batches, _grid(plain)), (changes, _family(plain))):
+            if family not in homes or _size(plain) < _size(homes[family]):
+                homes[family] = plain
+    return _Homes(batches, changes)
 
 
-def _family(setting: Candidate) -> tuple[int, int | None]:
+def _family(setting: Candidate) -> Family:
     return setting.tensor_model_parallel_size, setting.expert_tensor_parallel_size
+
+
+def _grid(setting: Candidate) -> Family:
+    return *_family(setting), setting.context_parallel_size
 
 
 def _size(setting: Candidate) -> tuple[int, int, str]:

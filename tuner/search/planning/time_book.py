@@ -13,7 +13,7 @@ from tuner.errors import InputError
 from tuner.memory.request import DryRunRequest
 from tuner.memory.trace import Trace
 from tuner.models import ModelSpec
-from tuner.search.planning.anchors import Recipe
+from tuner.search.planning.anchors import Recipe, added_share
 from tuner.timing.passes import PARTS, Machine, host_wait, host_work
 from tuner.timing.profile_runs import keep_kernels
 from tuner.timing.step import TimeTable
@@ -167,10 +167,10 @@ def derived_figures(recipe: Recipe, found: dict[Candidate, UnitFigures]) -> Unit
     forward, backward, whole = once.forward, once.backward, once.whole
     forward_host, backward_host = _host(forward), _host(backward)
     if recipe.batch > 1:
-        twice, more = found[recipe.twice], recipe.batch - 1
-        forward = forward + more * (twice.forward - forward)
-        backward = backward + more * (twice.backward - backward)
-        whole = whole + more * (twice.whole - whole)
+        single, twice, more = found[recipe.single], found[recipe.twice], recipe.batch - 1
+        forward = forward * (1.0 + more * added_share(single.forward, twice.forward))
+        backward = backward * (1.0 + more * added_share(single.backward, twice.backward))
+        whole = whole * (1.0 + more * added_share(single.whole, twice.whole))
     if recipe.changed:
         plain = found[recipe.unchanged]
         longer = _compute(backward) / _compute(plain.backward)

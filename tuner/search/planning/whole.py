@@ -1,7 +1,9 @@
 """Every candidate of a space estimated, and the best of them found.
 
 A space is a head (layout, recomputation, CUDA graphs) and tails (offload, environment) that go
-with it. Heads are composed and timed; tails change them by arithmetic, for all pairs of both.
+with it. The memory of heads is composed; tails change it by arithmetic, for all pairs of both.
+Heads are timed, fastest first by what they take without recomputation, until those left can be
+neither among the best nor leaner than what is faster.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 
 BEYOND_BYTES = 10 * 2**30
 _PAIRS = 1 << 19  # of heads and tails looked at together
+_FIRST_BATCH, _LARGEST_BATCH = 1 << 12, 1 << 16  # heads timed before it is asked which others to
+
+_OPTIMIZER = MEMORY_PARTS.index("optimizer")
 
 Progress = Callable[[str, int, int], None]
 """Told a stage of planning ("profiles", "candidates"), how much of it is done, and of how much."""
@@ -114,27 +119,28 @@ class WholeSpace:
             for size in np.unique(sizes)
         }
         counts = self._counts(plain, tails, heads)
-        rows = self._worth_timing(plain, limits + BEYOND_BYTES, sizes, own, offload, tails, heads)
+        least = self._least_bytes(plain, sizes, own, offload, tails)
+        rows = np.flatnonzero(heads & (least <= limits + BEYOND_BYTES))
         progress("candidates", 0, len(rows))
-        passes = plain.passes(rows)
-        found: list[_Found] = []
-        larger: list[_Found] = []
-        done = 0
-        for size, group, places in self._portions(rows, sizes, tails):
-            ends = tails[group]
-            moved = offload[size].at(ends.rows)
-            portion = _Portion(plain, limits, passes, own, moved, estimator)
-            near, fitting = portion.pairs(rows, places, ends, counts)
-            found.append(fitting.best(kept))
-            larger.append(near)
-            done += len(places)
-            progress("candidates", done, len(rows))
+        least_s = plain.least_seconds(rows)
+        order = np.argsort(least_s, kind="stable")
+        rows, least_s = rows[order], least_s[order]
+        found = _Best(kept)
+        for start, end in _batches(len(rows)):
+            batch = rows[start:end]
+            worth = found.may_have(least_s[start:end], least[batch])
+            timed, left = batch[worth], batch[~worth]
+            passes = plain.passes(timed)
+            for size, group, places in self._portions(timed, sizes, tails):
+                portion = _Portion(plain, limits, own, offload[size], tails[group])
+                found.add(*portion.pairs(timed[places], passes.at(places), estimator, counts))
+            for size, group, places in self._portions(left, sizes, tails):
+                portion = _Portion(plain, limits, own, offload[size], tails[group])
+                portion.count(left[places], counts)
+            progress("candidates", end, len(rows))
         counts.oom = counts.valid - counts.not_required - counts.not_estimated - counts.feasible
-        best, beyond = _joined(found).best(kept), _joined(larger).best(1)
-        position = np.full(len(self.space.head), -1, dtype=np.int64)
-        position[rows] = np.arange(len(rows))
-        told = _Teller(self.space, plain, limits, passes, position, own, offload, sizes)
-        return told.ranked(best), next(iter(told.ranked(beyond)), None), counts
+        told = _Teller(self.space, plain, limits, own, offload, sizes)
+        return told.ranked(found.fitting), next(iter(told.ranked(found.beyond)), None), counts
 
     def _tails(self, world_size: int) -> list[_Tails]:
         """By group of heads its tails; of those alike in estimates the one tried first."""
@@ -180,30 +186,28 @@ class WholeSpace:
             problems=Counter(problems),
         )
 
-    def _worth_timing(
+    def _least_bytes(
         self,
         plain: PlainBlock,
-        limits: Values,
         sizes: Rows,
         own: Offload,
         offload: dict[int, Offload],
         tails: Sequence[_Tails],
-        heads: Flags,
-    ) -> Rows:
-        """Heads that some tail may bring below the limits."""
+    ) -> Values:
+        """What each head needs with the tail that leaves least on the device."""
         import numpy as np
 
         parts, step = plain.parts[plain.pair], plain.step_bytes[plain.pair]
         group = self.space.head_group
-        result = heads.copy()
+        result = np.full(len(sizes), np.nan)
         for size, moved in offload.items():
             share, fraction = (
                 np.array([_most(value[tail.rows]) for tail in tails])[group]
                 for value in (moved.share, moved.fraction)
             )
             least = own.and_also(Offload(share, fraction)).remaining(parts, step).sum(axis=1)
-            result &= (sizes != size) | (least + plain.graph_bytes <= limits)
-        return np.flatnonzero(result)
+            result = np.where(sizes == size, least + plain.graph_bytes, result)
+        return result
 
     def _portions(
         self, rows: Rows, sizes: Rows, tails: Sequence[_Tails]
@@ -214,7 +218,7 @@ class WholeSpace:
         keys = sizes[rows] * len(tails) + self.space.head_group[rows]
         order = np.argsort(keys, kind="stable")
         distinct, starts = np.unique(keys[order], return_index=True)
-        ends = [*starts[1:].tolist(), len(order)]
+        ends = [*starts[1:].tolist(), len(order)][: len(distinct)]
         for key, start, end in zip(distinct.tolist(), starts.tolist(), ends, strict=True):
             size, group = divmod(key, len(tails))
             most = max(1, _PAIRS // max(1, len(tails[group].rows)))
@@ -228,6 +232,41 @@ def _most(values: Values) -> float:
 
     known = values[np.isfinite(values)]
     return float(known.max()) if len(known) else 0.0
+
+
+def _batches(count: int) -> Iterator[tuple[int, int]]:
+    """Stretches of a sequence, each twice as long as the one before, up to a limit."""
+    start, size = 0, _FIRST_BATCH
+    while start < count:
+        end = min(count, start + size)
+        yield start, end
+        start, size = end, min(2 * size, _LARGEST_BATCH)
+
+
+class _Best:
+    """The best of the pairs added: `fitting` (`_Found.best`), and the fastest too large ones."""
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self.fitting, self.beyond = _joined([]), _joined([])
+
+    def add(self, near: _Found, fitting: _Found) -> None:
+        self.fitting = _joined([self.fitting, fitting]).best(self._kept)
+        self.beyond = _joined([self.beyond, near]).best(1)
+
+    def may_have(self, least_s: Values, least_bytes: Values) -> Flags:
+        """Whether a head may make a pair that belongs here, given the least it takes and needs."""
+        import numpy as np
+
+        step, memory = self.fitting.step_s, self.fitting.memory
+        if len(step) < self._kept:
+            return np.ones(len(least_s), dtype=bool)
+        slowest = np.partition(step, self._kept - 1)[self._kept - 1]
+        order = np.argsort(step, kind="stable")
+        leanest = np.concatenate([[np.inf], np.minimum.accumulate(memory[order])])
+        faster = np.searchsorted(step[order], least_s, side="right")
+        result: Flags = (least_s <= slowest) | (least_bytes < leanest[faster])
+        return result
 
 
 def _joined(found: Sequence[_Found]) -> _Found:
@@ -247,37 +286,54 @@ class _Portion:
 
     plain: PlainBlock
     limits: Values
-    passes: Passes
     own: Offload
     offload: Offload
-    estimator: SpaceEstimator
+    tails: _Tails
 
     def pairs(
-        self, rows: Rows, places: Rows, tails: _Tails, counts: Counts
+        self, heads: Rows, passes: Passes, estimator: SpaceEstimator, counts: Counts
     ) -> tuple[_Found, _Found]:
         """The fastest pair just above the limit, and all that fit; both are counted."""
         import numpy as np
 
-        heads, many = rows[places], len(tails.rows)
-        at = np.repeat(np.arange(len(heads)), many)
-        tail = np.tile(np.arange(many), len(heads))
-        pair = self.plain.pair[heads][at]
-        parts = self.plain.parts[pair]
-        moved = self.own.at(heads[at]).and_also(self.offload.at(tail))
-        memory = moved.remaining(parts, self.plain.step_bytes[pair]).sum(axis=1)
-        memory += self.plain.graph_bytes[heads][at]
+        at, tail = self._both(heads)
+        memory, moved = self._memory(heads[at], tail)
         limit = self.limits[heads][at]
-        added = moved.added(self.passes.at(places[at]), parts[:, 2], self.estimator.place)
-        step = self.passes.step_s[places[at]] + added
-        pairs = _Found(heads[at], tails.rows[tail], step, memory)
+        state = self.plain.parts[self.plain.pair[heads], _OPTIMIZER][at]
+        step = passes.step_s[at] + moved.added(passes.at(at), state, estimator.place)
+        pairs = _Found(heads[at], self.tails.rows[tail], step, memory)
         fits, timed = memory <= limit, np.isfinite(step)
-        count = tails.count[tail]
-        unknown = (fits & ~timed) | ~np.isfinite(memory)
-        counts.feasible += int(count[fits & timed].sum())
-        counts.not_estimated += int(count[unknown].sum())
+        self._count(tail, fits & timed, (fits & ~timed) | ~np.isfinite(memory), counts)
         near = np.flatnonzero(~fits & timed & (memory <= limit + BEYOND_BYTES))
         fastest = near[np.argmin(step[near])][None] if len(near) else near
         return pairs.at(fastest), pairs.at(np.flatnonzero(fits & timed))
+
+    def count(self, heads: Rows, counts: Counts) -> None:
+        """Count the pairs of heads that have step times, without working these out."""
+        import numpy as np
+
+        at, tail = self._both(heads)
+        memory, _ = self._memory(heads[at], tail)
+        self._count(tail, memory <= self.limits[heads][at], ~np.isfinite(memory), counts)
+
+    def _both(self, heads: Rows) -> tuple[Rows, Rows]:
+        """Every pair, as places in `heads` and in the tails."""
+        import numpy as np
+
+        many = len(self.tails.rows)
+        return np.repeat(np.arange(len(heads)), many), np.tile(np.arange(many), len(heads))
+
+    def _memory(self, heads: Rows, tail: Rows) -> tuple[Values, Offload]:
+        """Bytes of each pair, and what it moves."""
+        pair = self.plain.pair[heads]
+        moved = self.own.at(heads).and_also(self.offload.at(self.tails.rows[tail]))
+        memory = moved.remaining(self.plain.parts[pair], self.plain.step_bytes[pair]).sum(axis=1)
+        return memory + self.plain.graph_bytes[heads], moved
+
+    def _count(self, tail: Rows, feasible: Flags, unknown: Flags, counts: Counts) -> None:
+        count = self.tails.count[tail]
+        counts.feasible += int(count[feasible].sum())
+        counts.not_estimated += int(count[unknown].sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +343,6 @@ class _Teller:
     space: FactoredSpace
     plain: PlainBlock
     limits: Values
-    passes: Passes
-    position: Rows
     own: Offload
     offload: dict[int, Offload]
     sizes: Rows
@@ -298,14 +352,17 @@ class _Teller:
         import numpy as np
 
         result = []
+        heads = np.unique(found.head)
+        passes = self.plain.passes(heads)
         for place in np.argsort(found.step_s, kind="stable").tolist():
             head, tail = int(found.head[place]), int(found.tail[place])
             moved = self.offload[int(self.sizes[head])].at([tail])
             moved = self.own.at([head]).and_also(moved)
             pair = int(self.plain.pair[head])
-            spent = self.passes.spent[self.position[head]].tolist()
+            timed = int(np.searchsorted(heads, head))
+            spent = passes.spent[timed].tolist()
             step = float(found.step_s[place])
-            spent.append(step - float(self.passes.step_s[self.position[head]]))
+            spent.append(step - float(passes.step_s[timed]))
             held = self.plain.parts[[pair]], self.plain.step_bytes[[pair]]
             parts = moved.remaining(*held)[0].tolist()
             parts[MEMORY_PARTS.index("other")] += float(self.plain.graph_bytes[head])
