@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tiny_models import HIDDEN_BYTES, LAYERS, kept, run
+from tiny_models import HIDDEN_BYTES, LAYERS, LENGTH, MODELS, kept, run
 
-from tuner.memory import DryRun
+from tuner.candidate import Candidate
+from tuner.memory import DryRun, dry_run
 from tuner.memory.allocator_replay import replay
 from tuner.memory.trace import EMPTY_CACHE, MODEL_BUILT, Trace, step_end, step_start
 
@@ -93,6 +94,30 @@ def test_a_graph_of_the_whole_iteration_keeps_all_of_it(spelling) -> None:
     assert pools_of_last_step(captured, "forward") == {True}
     assert pools_of_last_step(captured, "backward") == {True}
     assert pools_of_last_step(captured, "optimizer") == {False}
+
+
+def test_a_graph_of_the_whole_iteration_reads_the_same_batches_again() -> None:
+    split = run("dense", cuda_graph_impl="full_iteration", context_parallel_size=2)
+    assert pool_bytes(split) == pytest.approx(
+        pool_bytes(run("dense", cuda_graph_impl="full_iteration")) / 2, rel=0.1
+    )
+
+
+def test_masks_of_captured_layers_are_counted_where_they_are_large() -> None:
+    length, layers = 4096, MODELS["dense"].num_layers
+    eager, captured = (
+        dry_run(
+            MODELS["dense"],
+            Candidate.from_flat(graphs),
+            world_size=1,
+            seq_length=length,
+            global_batch_size=2,
+        )
+        for graphs in ({}, {"cuda_graph_impl": "transformer_engine"})
+    )
+    more = captured.static_bytes - eager.static_bytes
+    hidden = HIDDEN_BYTES * length // LENGTH
+    assert more == pytest.approx(layers * (length * length + 2 * hidden), rel=0.1)
 
 
 def test_memory_of_a_private_pool_serves_no_one_else() -> None:
