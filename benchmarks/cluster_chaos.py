@@ -31,6 +31,7 @@ STRIKES = ("rank", "rank", "launcher", "agent", "stop", "driver", "mlflow")
 
 def measure(folder: Path, trials: int, seed: int = 0) -> dict[str, Any]:
     """Run the job calmly and under attack; outcomes, differences and what was left behind."""
+    since = time.time()
     job = folder / "job.yaml"
     job.write_text(yaml.safe_dump(chaos_job(trials, None)))
     calm = folder / "calm"
@@ -42,7 +43,7 @@ def measure(folder: Path, trials: int, seed: int = 0) -> dict[str, Any]:
     started = time.monotonic()
     attack.run()
     seconds = time.monotonic() - started
-    left = _left_behind(folder)
+    left = _left_behind(folder, since)
     return {
         "trials": trials,
         "seconds": round(seconds, 1),
@@ -114,6 +115,8 @@ class _Attack:
         finally:
             end_processes(driver)
             self._up()
+            # Sends what the server has missed, as the driver says where it ends without one.
+            self._tune("tune", "--resume", str(self.study)).wait()
 
     def stop(self) -> None:
         """End the MLflow server."""
@@ -232,8 +235,8 @@ def _mlflow(attack: _Attack, port: int) -> dict[str, Any]:
     }
 
 
-def _left_behind(folder: Path) -> dict[str, list[str]]:
-    """Processes and shared memory of the studies a while after their end."""
+def _left_behind(folder: Path, since: float) -> dict[str, list[str]]:
+    """Processes and shared memory of the studies, started at `since`, a while after their end."""
     deadline = time.monotonic() + _LEAK_WAIT_S
     while True:
         processes = []
@@ -248,7 +251,12 @@ def _left_behind(folder: Path) -> dict[str, list[str]]:
         if not processes or time.monotonic() > deadline:
             break
         time.sleep(1.0)
-    memory = [p.name for p in Path("/dev/shm").iterdir() if p.stat().st_uid == os.getuid()]
+    memory = [
+        p.name
+        for p in Path("/dev/shm").iterdir()
+        # A killed MLflow server leaves folders there, which are not the study's.
+        if p.stat().st_uid == os.getuid() and not p.is_dir() and p.stat().st_ctime >= since
+    ]
     return {"processes": processes, "shared_memory": memory}
 
 
