@@ -116,7 +116,7 @@ def planned(
             workers=request.workers,
             progress=bar.show,
         )
-        confirmed = confirm_plan(plan, place, request.confirm, _dry_run, bar.finalists)
+        confirmed = confirm_plan(plan, place, request.confirm, _dry_run, bar.show)
     plan, answers = confirmed.plan, confirmed.answers
     counts = plan.counts
     return {
@@ -321,10 +321,6 @@ class _ProgressBar:
         if stage not in self._tasks:
             self._tasks[stage] = self._bar.add_task(stage)
         self._bar.update(self._tasks[stage], completed=done, total=total or None)
-
-    def finalists(self, done: int, total: int) -> None:
-        """Set the bar of the dry runs that confirm the best candidates."""
-        self.show("dry runs of finalists", done, total)
 
 
 def _print_plan(answer: Mapping[str, Any], name: str) -> None:

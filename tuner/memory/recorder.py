@@ -323,8 +323,10 @@ class _RecordingMode(TorchDispatchMode):
             device = kwargs.get("device")
             if device is not None or "device" in kwargs:
                 kwargs = dict(kwargs, device=self._placed(device))
-                if kwargs.pop("pin_memory", False) or self._large_on_host(func, args, kwargs):
-                    return self._without_data(func, args, kwargs)
+                pinned = kwargs.pop("pin_memory", False)
+                made = self._without_data(func, args, kwargs, pinned=pinned)
+                if made is not None:
+                    return made
             result = self._run(func, args, kwargs)
             self._recorder.values.carry(func, args, kwargs, result)
         kernel = self._kernels.get(func, _UNSEEN)
@@ -359,19 +361,19 @@ class _RecordingMode(TorchDispatchMode):
             recorder.move_to_host(result)
         return result
 
-    def _large_on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the operator makes a host tensor too large for its values to be of interest."""
-        if kwargs["device"] is _META or self._recorder.host_counts:
-            return False
-        made = self._shapes.run(func, args, dict(kwargs, device=_META))
-        return isinstance(made, torch.Tensor) and made.numel() > _MAX_HOST_ELEMENTS
-
-    def _without_data(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A tensor in host memory: without data, and not counted."""
-        result = func(*args, **dict(kwargs, device=_META))
-        self._recorder.see(result)
-        self._recorder.move_to_host(result)
-        return result
+    def _without_data(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, pinned: bool
+    ) -> torch.Tensor | None:
+        """A pinned host tensor, or one too large for its values to be of interest: without data,
+        and not counted. None for all others."""
+        if not pinned and (kwargs["device"] is _META or self._recorder.host_counts):
+            return None
+        made: torch.Tensor = func(*args, **dict(kwargs, device=_META))
+        if not pinned and made.numel() <= _MAX_HOST_ELEMENTS:
+            return None
+        self._recorder.see(made)
+        self._recorder.move_to_host(made)
+        return made
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

@@ -29,7 +29,7 @@ _MODULE_STEPS = {
 _FULL_STEPS = 8
 _NOTHING_STEPS = 1  # selective recomputation of no module is a longer way to say none
 _STEP = 0.03  # log units of step time for one step further down the guide
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def guide_steps(candidate: Candidate) -> int:
@@ -45,7 +45,7 @@ def guide_steps(candidate: Candidate) -> int:
         steps += 3 if candidate.pipeline_model_parallel_size == 1 else 6
     if candidate.optimizer_cpu_offload:
         steps += 6
-    if "expandable_segments:True" not in dict(candidate.env).get(_ALLOCATOR, ""):
+    if "expandable_segments:True" not in dict(candidate.env).get(ALLOCATOR, ""):
         steps += 1
     return steps
 

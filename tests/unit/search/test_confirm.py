@@ -7,30 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from workplaces import h100_node
 
 from tuner.candidate import Candidate
 from tuner.errors import InputError
-from tuner.hardware import get_gpu
-from tuner.models import ModelSpec
 from tuner.search.planning.confirm import confirm_plan
 from tuner.search.planning.front import Ranked
 from tuner.search.planning.graph_memory import captures_layers, layer_input_bytes
 from tuner.search.planning.plan import Plan
 from tuner.search.planning.whole import Counts
 from tuner.search.planning.workplace import Workplace
-from tuner.timing.shipped import shipped_calibration
 
 LIMIT = 1_000.0
-MODEL = ModelSpec.from_flat(
-    {
-        "num_layers": 4,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 128,
-        "vocab_size": 256,
-        "max_position_embeddings": 64,
-    }
-)
+MODEL = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 128,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -41,16 +37,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def place() -> Workplace:
-    return Workplace(
-        model=MODEL,
-        gpu=get_gpu("h100"),
-        gpus_per_node=8,
-        world_size=8,
-        seq_length=64,
-        global_batch_size=64,
-        precision="bf16",
-        rates=shipped_calibration("h100", "bf16").rates,
-    )
+    return h100_node(MODEL, gpus=8, length=64, batch=64)
 
 
 def plan_of(*memory: float, **changes: Any) -> Plan:
@@ -166,4 +153,4 @@ def test_static_inputs_are_hidden_states_and_a_mask() -> None:
         sequence_parallel=True,
     )
     rows = 2 * 64 // 2
-    assert layer_input_bytes(MODEL, setting, 64) == rows * 64 + rows * 2 * 64 // 4
+    assert layer_input_bytes(place().model, setting, 64) == rows * 64 + rows * 2 * 64 // 4

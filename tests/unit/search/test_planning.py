@@ -7,21 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from workplaces import h100_node
 
 from tuner.candidate import Candidate
 from tuner.cluster.prepared import prepare
-from tuner.hardware import get_gpu
 from tuner.job import find_job, load_job
 from tuner.models import ModelSpec
 from tuner.search.enumeration import enumerate_space
 from tuner.search.planning.estimator import SpaceEstimator
 from tuner.search.planning.plan import without_effects
 from tuner.search.planning.whole import BEYOND_BYTES, WholeSpace
-from tuner.search.planning.workplace import Workplace
 from tuner.search.requirements import Requirements
 from tuner.search.space import parse_space
 from tuner.search.validity import ValidityChecker
-from tuner.timing.shipped import shipped_calibration
 
 MODEL = {
     "num_layers": 4,
@@ -71,17 +69,7 @@ def test_a_plan_counts_and_ranks_what_estimates_of_each_candidate_say() -> None:
     checker = ValidityChecker(
         {**MODEL, **run, "seq_length": 512, "global_batch_size": 32}, world_size=4, mcore="0.16.1"
     )
-    gpu = get_gpu("h100")
-    place = Workplace(
-        model=ModelSpec.from_flat(MODEL),
-        gpu=gpu,
-        gpus_per_node=4,
-        world_size=4,
-        seq_length=512,
-        global_batch_size=32,
-        precision="bf16",
-        rates=shipped_calibration("h100", "bf16").rates,
-    )
+    place = h100_node(MODEL, gpus=4, length=512, batch=32)
     required = Requirements(
         forbid={"optimizer_offload_fraction": [1.0], "pipeline_model_parallel_size": [4]}
     )

@@ -74,10 +74,9 @@ def combine(recipe: Recipe, value: Callable[[Candidate], Values]) -> Values:
     if not recipe.changed:
         return figures
     plain = value(recipe.unchanged)
-    safe = np.where(plain == 0, 1.0, plain)
     share = np.ones_like(plain)
     for anchor in recipe.changed:
-        share = share + np.where(plain == 0, 0.0, value(anchor) / safe - 1.0)
+        share = share + _added(plain, value(anchor), to_nothing=0.0)
     result: Values = figures * np.clip(share, 0.0, None)
     return result
 
@@ -85,9 +84,15 @@ def combine(recipe: Recipe, value: Callable[[Candidate], Values]) -> Values:
 def added_share(once: Values, twice: Values) -> Values:
     """What a sequence more adds to figures of one, as a share of them: all of it where they are
     zero."""
+    return _added(once, twice, to_nothing=1.0)
+
+
+def _added(before: Values, after: Values, *, to_nothing: float) -> Values:
+    """The change from one to the other as a share of the first; `to_nothing` where that is zero."""
     import numpy as np
 
-    return np.where(once == 0, 1.0, twice / np.where(once == 0, 1.0, once) - 1.0)
+    nothing = before == 0
+    return np.where(nothing, to_nothing, after / np.where(nothing, 1.0, before) - 1.0)
 
 
 def _recipe(setting: Candidate, homes: _Homes) -> Recipe:

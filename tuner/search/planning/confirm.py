@@ -15,15 +15,15 @@ from itertools import islice
 from typing import Any
 
 from tuner.candidate import Candidate
+from tuner.search.guide import ALLOCATOR
 from tuner.search.planning.front import Ranked
 from tuner.search.planning.plan import Plan
+from tuner.search.planning.whole import Progress
 from tuner.search.planning.workplace import Workplace
 
 Estimate = Callable[[Mapping[str, Any], Sequence[int] | None], Mapping[str, Any]]
 """Gives the document of `tuner estimate` for an input document and the ranks to dry-run (None for
 all that may hold the peak)."""
-
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
 _STAGES = 2
 _NEAR = 0.97
@@ -57,19 +57,18 @@ def confirm_plan(
     place: Workplace,
     count: int,
     estimate: Estimate,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda stage, done, total: None,
 ) -> Confirmed:
     """Dry-run the best candidates, fastest first, until `count` of them fit.
 
-    What one of them lacks, others of its kind are taken to lack. `progress` is told how many fit,
-    and of how many.
+    What one of them lacks, others of its kind are taken to lack. `progress` is told how many fit.
     """
     answers: dict[str, Mapping[str, Any]] = {}
     room = _Room()
     fitting, tries = 0, _TRIES * count
     with ThreadPoolExecutor(max_workers=max(1, count)) as pool:
         while fitting < count and tries > 0:
-            progress(fitting, count)
+            progress("dry runs of finalists", fitting, count)
             left = (one for one in plan.best if one.candidate.key not in answers and room.has(one))
             batch = list(islice(left, min(count - fitting, tries)))
             if not batch:
@@ -119,7 +118,7 @@ class _Room:
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:
     pools = candidate.cuda_graph_impl not in ("none", "full_iteration")  # one for each layer
-    return dict(candidate.env).get(_ALLOCATOR), pools
+    return dict(candidate.env).get(ALLOCATOR), pools
 
 
 def document_of(candidate: Candidate, place: Workplace) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.candidate import Candidate
 from tuner.constraints.view import UNSET
 from tuner.errors import InputError
-from tuner.memory.composition import MEMORY_PARTS, index_candidates
+from tuner.memory.composition import index_candidates
 from tuner.memory.composition.index import Index
 from tuner.memory.composition.measure import without_recompute
 from tuner.precision import PRECISION_AWARE_FIELDS
@@ -153,8 +153,7 @@ class SpaceEstimator:
         plain = PlainBlock(self, block)
         tensor = plain.tensor_sizes[plain.index.setting]
         offload = self.offload_of(block, tensor)
-        memory = offload.remaining(plain.parts[plain.pair], plain.step_bytes[plain.pair])
-        memory[:, MEMORY_PARTS.index("other")] += plain.graph_bytes
+        memory = plain.held(slice(None), offload)
         total = memory.sum(axis=1)
         limit = self.limits(block, plain)
         rows = np.flatnonzero(total <= limit + beyond_bytes)

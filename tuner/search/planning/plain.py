@@ -7,6 +7,7 @@ them; step times further differ by CUDA graphs.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from tuner.memory.composition.measure import without_recompute
 from tuner.search.enumeration import ValidCandidates
 from tuner.search.planning.graph_memory import captures_layers, layer_input_bytes
 from tuner.search.planning.memory_book import layer_bytes
-from tuner.search.planning.offload import Passes, combined
+from tuner.search.planning.offload import Offload, Passes, combined
 from tuner.search.planning.time_book import Graph
 from tuner.timing.step import ALL_LAYERS, BREAKDOWN, step_times_of
 
@@ -70,19 +71,28 @@ class PlainBlock:
         """Bytes that graphs of layers hold beyond `parts`, `[row]`."""
         import numpy as np
 
-        code, graphs = self._graphs()
+        code, graphs = self._graphs
         found = np.zeros(len(self.pair))
         rows = np.flatnonzero(np.array([captures_layers(*graph) for graph in graphs])[code])
         if not len(rows):
             return found
-        settings, kinds, place = self.index.settings, self._estimator.time.kinds, self._place
-        saved = np.array([self._saved(setting, kinds) for setting in settings])
+        settings, saved, place = self.index.settings, self._saved, self._place
         inputs = [layer_input_bytes(place.model, s, place.seq_length) for s in settings]
         share = np.where(saved > 0, np.array(inputs) / np.maximum(saved, 1.0), 0.0)
         setting = self.index.setting[self._example]
         captured = share[setting] * self.parts[:, MEMORY_PARTS.index("activations")]
         found[rows] = captured[self.pair[rows]]
         return found
+
+    def held(self, rows: Rows | Sequence[int] | slice, moved: Offload) -> Values:
+        """Bytes by `MEMORY_PARTS` of these rows where this is moved off the device, `[row, part]`.
+
+        `moved` is that of each of the rows.
+        """
+        pair = self.pair[rows]
+        parts = moved.remaining(self.parts[pair], self.step_bytes[pair])
+        parts[:, MEMORY_PARTS.index("other")] += self.graph_bytes[rows]
+        return parts
 
     @cached_property
     def tensor_sizes(self) -> Rows:
@@ -141,7 +151,7 @@ class PlainBlock:
         """Step times of these rows, and what offload is weighed against; NaN where unknown."""
         import numpy as np
 
-        graph, graphs = self._graphs()
+        graph, graphs = self._graphs
         keys = self.pair[rows] * len(graphs) + graph[rows]
         _, example, inverse = np.unique(keys, return_index=True, return_inverse=True)
         chosen = rows[example]
@@ -156,7 +166,7 @@ class PlainBlock:
         """
         import numpy as np
 
-        graph, graphs = self._graphs()
+        graph, graphs = self._graphs
         number, _ = self._layouts(rows)
         keys = number * len(graphs) + graph[rows]
         _, example, inverse = np.unique(keys, return_index=True, return_inverse=True)
@@ -169,23 +179,25 @@ class PlainBlock:
         """The layout of each row, as a number among candidates that differ in theirs."""
         import numpy as np
 
-        index = self.index
-        plain: dict[Candidate, int] = {}
-        grid = np.array(
-            [plain.setdefault(without_recompute(s), len(plain)) for s in index.settings]
-        )
-        shapes: dict[Any, int] = {}
-        shape = np.array(
-            [
-                shapes.setdefault((p.split, p.shape, p.instances), len(shapes))
-                for p in index.pipelines
-            ],
-            dtype=np.int64,
-        )
-        keys = grid[index.setting[rows]] * (len(shapes) + 1)
+        index, (grid, shape) = self.index, self._grids_and_shapes
+        keys = grid[index.setting[rows]] * (len(shape) + 1)
         keys = keys + np.where(index.pipeline[rows] < 0, 0, shape[index.pipeline[rows]] + 1)
         _, example, number = np.unique(keys, return_index=True, return_inverse=True)
         return number, [self._block.candidate(row) for row in rows[example].tolist()]
+
+    @cached_property
+    def _grids_and_shapes(self) -> tuple[Rows, Rows]:
+        """The layout of each setting, and that of each pipeline, as numbers of distinct ones."""
+        import numpy as np
+
+        plain: dict[Candidate, int] = {}
+        grid = [plain.setdefault(without_recompute(s), len(plain)) for s in self.index.settings]
+        shapes: dict[Any, int] = {}
+        shape = [
+            shapes.setdefault((p.split, p.shape, p.instances), len(shapes))
+            for p in self.index.pipelines
+        ]
+        return np.array(grid, dtype=np.int64), np.array(shape, dtype=np.int64)
 
     def _composed_times(
         self, rows: Rows, graph: Rows, graphs: list[Graph], *, recomputing: bool = True
@@ -253,26 +265,40 @@ class PlainBlock:
         """Saved bytes of a layer, layers of a stage and micro-batches of a step, `[row]`."""
         import numpy as np
 
-        place, kinds = self._place, self._estimator.time.kinds
-        settings, pipelines = self.index.settings, self.index.pipelines
-        saved = np.array([self._saved(setting, kinds) for setting in settings])
-        sequences = np.array(
-            [
-                place.world_size
-                // (s.tensor_model_parallel_size * s.context_parallel_size)
-                * s.micro_batch_size
-                for s in settings
-            ]
-        )
+        place, pipelines = self._place, self.index.pipelines
         stages = np.array([p.shape.stages for p in pipelines] or [1])[self.index.pipeline[rows]]
         setting = self.index.setting[rows]
-        rounds = place.global_batch_size * stages // np.maximum(1, sequences[setting])
-        return saved[setting], place.model.num_layers / stages, np.maximum(1, rounds).astype(float)
+        rounds = place.global_batch_size * stages // np.maximum(1, self._sequences[setting])
+        layers = place.model.num_layers / stages
+        return self._saved[setting], layers, np.maximum(1, rounds).astype(float)
 
-    def _saved(self, setting: Candidate, kinds: tuple[str, ...]) -> float:
-        profile = self._estimator.memory.profile(setting)
-        return 0.0 if isinstance(profile, InputError) else layer_bytes(profile, kinds)
+    @cached_property
+    def _sequences(self) -> Rows:
+        """Sequences of a micro-batch over all ranks of a stage, by setting."""
+        import numpy as np
 
+        world_size = self._place.world_size
+        return np.array(
+            [
+                world_size
+                // (s.tensor_model_parallel_size * s.context_parallel_size)
+                * s.micro_batch_size
+                for s in self.index.settings
+            ]
+        )
+
+    @cached_property
+    def _saved(self) -> Values:
+        """Bytes that a layer keeps for one micro-batch, by setting; 0 where unknown."""
+        import numpy as np
+
+        kinds, memory = self._estimator.time.kinds, self._estimator.memory
+        profiles = map(memory.profile, self.index.settings)
+        return np.array(
+            [0.0 if isinstance(p, InputError) else layer_bytes(p, kinds) for p in profiles]
+        )
+
+    @cached_property
     def _graphs(self) -> tuple[Rows, list[Graph]]:
         """The CUDA graphs of each row, as a number among the distinct ones."""
         names = ("cuda_graph_impl", "cuda_graph_modules")

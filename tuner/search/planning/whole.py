@@ -43,7 +43,7 @@ _FIRST_BATCH, _LARGEST_BATCH = 1 << 12, 1 << 16  # heads timed before it is aske
 _OPTIMIZER = MEMORY_PARTS.index("optimizer")
 
 Progress = Callable[[str, int, int], None]
-"""Told a stage of planning ("profiles", "candidates"), how much of it is done, and of how much."""
+"""Told a stage of planning (such as "profiles"), how much of it is done, and of how much."""
 
 
 @dataclass(slots=True)
@@ -197,16 +197,15 @@ class WholeSpace:
         """What each head needs with the tail that leaves least on the device."""
         import numpy as np
 
-        parts, step = plain.parts[plain.pair], plain.step_bytes[plain.pair]
-        group = self.space.head_group
+        group, every = self.space.head_group, slice(None)
         result = np.full(len(sizes), np.nan)
         for size, moved in offload.items():
             share, fraction = (
                 np.array([_most(value[tail.rows]) for tail in tails])[group]
                 for value in (moved.share, moved.fraction)
             )
-            least = own.and_also(Offload(share, fraction)).remaining(parts, step).sum(axis=1)
-            result = np.where(sizes == size, least + plain.graph_bytes, result)
+            least = plain.held(every, own.and_also(Offload(share, fraction))).sum(axis=1)
+            result = np.where(sizes == size, least, result)
         return result
 
     def _portions(
@@ -325,10 +324,8 @@ class _Portion:
 
     def _memory(self, heads: Rows, tail: Rows) -> tuple[Values, Offload]:
         """Bytes of each pair, and what it moves."""
-        pair = self.plain.pair[heads]
         moved = self.own.at(heads).and_also(self.offload.at(self.tails.rows[tail]))
-        memory = moved.remaining(self.plain.parts[pair], self.plain.step_bytes[pair]).sum(axis=1)
-        return memory + self.plain.graph_bytes[heads], moved
+        return self.plain.held(heads, moved).sum(axis=1), moved
 
     def _count(self, tail: Rows, feasible: Flags, unknown: Flags, counts: Counts) -> None:
         count = self.tails.count[tail]
@@ -363,9 +360,7 @@ class _Teller:
             spent = passes.spent[timed].tolist()
             step = float(found.step_s[place])
             spent.append(step - float(passes.step_s[timed]))
-            held = self.plain.parts[[pair]], self.plain.step_bytes[[pair]]
-            parts = moved.remaining(*held)[0].tolist()
-            parts[MEMORY_PARTS.index("other")] += float(self.plain.graph_bytes[head])
+            parts = self.plain.held([head], moved)[0].tolist()
             result.append(
                 Ranked(
                     candidate=self.space.candidate(head, tail),
