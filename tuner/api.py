@@ -32,14 +32,15 @@ def estimate(document: Mapping[str, Any], *, method: str = "dryrun") -> dict[str
     """What `{"model", "world_size", "seq_length", "global_batch_size", "gpu", "config"}` needs.
 
     `method` is "dryrun" (full dry runs) or "composed" (profiles of a few layers). Returns the
-    document of `tuner estimate`: peak bytes per rank and what they are made of; its step-time
-    fields are None. Raises InputError for a document that cannot be estimated.
+    document of `tuner estimate`: peak bytes per rank, what they are made of, step time, and the
+    rules that make the configuration invalid (`broken_rules`). Raises InputError for a document
+    that cannot be estimated.
     """
-    from tuner.commands.estimate import estimate_document
+    from tuner.commands.estimate import judged_estimate
 
     if method not in ("dryrun", "composed"):
         raise ValueError(f"method={method!r} is neither 'dryrun' nor 'composed'")
-    return estimate_document(document, where="configuration", method=method)
+    return judged_estimate(document, document, where="configuration", method=method)
 
 
 def export(document: Mapping[str, Any], to: str, *, mcore: str | None = None) -> Exported:

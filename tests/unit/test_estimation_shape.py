@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tuner.commands import estimate
 from tuner.errors import InputError
 from tuner.estimation import EstimateRequest
 
@@ -39,3 +40,21 @@ def test_sizes_that_do_not_divide_are_refused_by_name(changes, field) -> None:
 def test_sizes_that_divide_are_taken() -> None:
     request = EstimateRequest.from_document(document(config={"tensor_model_parallel_size": 2}))
     assert request.world_size == 8
+
+
+def test_what_cannot_be_estimated_says_which_rules_it_breaks() -> None:
+    written = document(global_batch_size=12, config={"recompute_granularity": "full"})
+    written["config"]["micro_batch_size"] = 4
+    with pytest.raises(InputError) as refused:
+        estimate.judged_estimate(written, written, where="job.yaml")
+    said = str(refused.value)
+    assert all(rule in said for rule in ("R03", "R04", "P22", "cannot be estimated"))
+
+
+def test_an_estimate_of_an_invalid_configuration_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(estimate, "estimate_document", lambda document, **_: {"fits": True})
+    written = document(config={"recompute_granularity": "full"})
+    answer = estimate.judged_estimate(written, written, where="job.yaml")
+    assert answer["fits"]
+    assert {rule["rule"] for rule in answer["broken_rules"]} == {"R03", "R04"}
+    assert not estimate.judged_estimate(document(), document(), where="job.yaml")["broken_rules"]

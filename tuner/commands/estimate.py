@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tuner.commands.check import numbered_lines
+from tuner.commands.check import DEFAULT_FRONTEND, numbered_lines
 from tuner.commands.output import console, print_json
-from tuner.configuration import completed, mcore_version, with_model
+from tuner.configuration import completed, full_configuration, mcore_version, with_model
 from tuner.errors import InputError
 from tuner.formats.reader import expand, read_document
 
@@ -38,12 +38,12 @@ def run_estimate(
     if jsonl is not None:
         return _estimate_lines(jsonl, method)
     assert config is not None
-    document = completed(read_document(config, mcore=mcore_version(), effective=True), run or {})
+    where, run = str(config), run or {}
+    given = completed(read_document(config, mcore=mcore_version()), run)
+    document = completed(read_document(config, mcore=mcore_version(), effective=True), run)
     if timeline is not None:
-        write_timeline(document, timeline, where=str(config), base_folder=config.parent)
-    answer = estimate_document(
-        document, where=str(config), base_folder=config.parent, method=method
-    )
+        write_timeline(document, timeline, where=where, base_folder=config.parent)
+    answer = judged_estimate(document, given, where=where, base_folder=config.parent, method=method)
     if as_json:
         print_json(answer)
     else:
@@ -82,6 +82,52 @@ def estimate_document(
         raise InputError(str(error), where=where) from None
 
 
+def judged_estimate(
+    document: Mapping[str, Any],
+    given: Mapping[str, Any],
+    *,
+    where: str,
+    base_folder: Path = Path(),
+    method: str = "dryrun",
+) -> dict[str, Any]:
+    """The estimate of a document, with the rules that `given`, the document as written, breaks.
+
+    An invalid configuration may still be estimated; where it cannot, the InputError names the
+    broken rules first.
+    """
+    broken = _broken_rules(given, where, base_folder)
+    try:
+        answer = estimate_document(document, where=where, base_folder=base_folder, method=method)
+    except InputError as error:
+        if not broken:
+            raise
+        rules = "; ".join(f"{rule['rule']}: {rule['message']}" for rule in broken)
+        raise InputError(
+            f"breaks rule {rules}. It cannot be estimated: {error.message}",
+            where=where,
+            fix="`tuner check --fix` finds a valid configuration",
+        ) from None
+    return {**answer, "broken_rules": broken}
+
+
+def _broken_rules(given: Mapping[str, Any], where: str, base_folder: Path) -> list[dict[str, Any]]:
+    """`rule`, `message` and `fix` of each rule that makes the configuration invalid."""
+    from tuner.constraints import check
+    from tuner.constraints.registry import FRONTENDS
+
+    frontend = str(given.get("frontend") or DEFAULT_FRONTEND)
+    if frontend not in FRONTENDS:
+        return []
+    mcore = mcore_version()
+    flat = full_configuration(given, mcore=mcore, where=where, base_folder=base_folder)
+    found = check(flat, mcore=mcore, frontend=frontend).violations
+    return [
+        {"rule": violation.rule, "message": violation.message, "fix": violation.fix}
+        for violation in found
+        if violation.kind == "error"
+    ]
+
+
 def write_timeline(
     document: Mapping[str, Any], path: Path, *, where: str, base_folder: Path = Path()
 ) -> None:
@@ -113,11 +159,12 @@ def _estimate_lines(path: Path, method: str) -> int:
             document = json.loads(line)
             if not isinstance(document, dict):
                 raise InputError("is not a JSON object", where=where)
+            given = expand(document, mcore=mcore_version(), where=where, base=path.parent)
             document = expand(
                 document, mcore=mcore_version(), where=where, base=path.parent, effective=True
             )
-            answer = estimate_document(
-                document, where=where, base_folder=path.parent, method=method
+            answer = judged_estimate(
+                document, given, where=where, base_folder=path.parent, method=method
             )
         except (ValueError, RecursionError) as error:
             answer = {"fits": False, "input_error": str(error)}
@@ -127,6 +174,7 @@ def _estimate_lines(path: Path, method: str) -> int:
 
 
 def _print_estimate(answer: Mapping[str, Any], name: str) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     out = console()
@@ -135,6 +183,8 @@ def _print_estimate(answer: Mapping[str, Any], name: str) -> None:
         f"{name}: {verdict}; peak {answer['peak_allocated_bytes'] / _GIB:.2f} GiB allocated, "
         f"{answer['peak_reserved_bytes'] / _GIB:.2f} GiB reserved"
     )
+    for rule in answer["broken_rules"]:
+        out.print(f"[red]invalid[/red]: {escape(rule['rule'] + ': ' + rule['message'])}")
     if answer.get("step_time_s") is not None:
         out.print(_time_line(answer))
     table = Table(

@@ -95,8 +95,17 @@ def _as_error(error: BaseException) -> dict[str, Any]:
             "fix": error.fix,
         }
     if isinstance(error, (TrialSpecError, ValueError, AssertionError)):
-        return {"error": "input", "message": str(error) or _place(error), "field": "", "fix": ""}
+        return {"error": "input", "message": _refusal(error), "field": "", "fix": ""}
     return {"error": "crash", "message": f"{type(error).__name__}: {error} {_place(error)}"}
+
+
+def _refusal(error: BaseException) -> str:
+    """What the error says, and that it is Megatron-Core who says it where that is so."""
+    import traceback
+
+    says = str(error) or _place(error)
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return f"Megatron-Core refuses it: {says}" if "megatron" in raised_in.parts else says
 
 
 def _place(error: BaseException) -> str:

@@ -68,6 +68,15 @@ CASES = [
     ("E11", {"batch_invariant_mode": True}),
     ("E11", {"batch_invariant_mode": True, "attention_backend": "flash"}, "0.19.2"),
     ("E11", {"flash_attention_version": 5}, "0.19.2"),
+    (
+        "G39",
+        {
+            "pipeline_model_parallel_size": 2,
+            "cuda_graph_impl": "local",
+            "deallocate_pipeline_outputs": True,
+        },
+    ),
+    ("G39", {"pipeline_model_parallel_size": 2, "cuda_graph_impl": "local"}, "0.17.0", LM),
     ("B13", {"mixed_precision": "bf16_mixt"}, "0.16.1", BRIDGE),
     ("F20", {"mixed_precision": "bf16_with_nvfp4_mixed", "te_version": "2.5"}, "0.19.2", BRIDGE),
     (

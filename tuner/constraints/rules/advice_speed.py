@@ -103,6 +103,24 @@ def local_graphs_need_graph_safe_random_numbers(c: Any) -> str | None:
 
 
 @rule(
+    "G39",
+    "pipeline_parallel/schedules.py: deallocate_output_tensor",
+    kind="advice",
+    fix=[{"cuda_graph_impl": "transformer_engine"}, {"deallocate_pipeline_outputs": False}],
+)
+def local_graphs_hand_views_to_the_pipeline(c: Any) -> str | None:
+    """Local graphs of layers in a pipeline whose stage outputs are freed once sent."""
+    freed = c.deallocate_pipeline_outputs or c.frontend == "megatron-lm"
+    layers = c.effective_cuda_graph_impl == "local" and not c.full_iteration
+    if layers and freed and c.pipeline_model_parallel_size > 1:
+        return (
+            "while local graphs are recorded, the output of a stage is a view, which "
+            "deallocate_pipeline_outputs refuses to free: the first step asserts"
+        )
+    return None
+
+
+@rule(
     "C18",
     "model_parallel_config.py: ModelParallelConfig.__post_init__",
     kind="advice",
