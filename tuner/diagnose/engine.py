@@ -88,7 +88,9 @@ def _rank(finding: Finding, facts: Facts) -> tuple[bool, int, bool, float, int]:
     return standing, _LEVELS[finding.level], is_memory, float(specific), -finding.line
 
 
-_GENERIC = frozenset(("configuration_refused", "nccl_error", "child_failed"))
+_GENERIC = frozenset(
+    ("configuration_refused", "megatron_check_failed", "nccl_error", "child_failed")
+)
 
 
 def _is_known(exception: Raised) -> bool:

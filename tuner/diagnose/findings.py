@@ -24,6 +24,7 @@ _CONFIGURATION_FILES = re.compile(
     r"|pipeline_parallel_layer_layout|parallel_state|num_microbatches_calculator"
     r"|bridge/training/config|gpt_provider|mla_provider|optimizer_param_scheduler)\.py$"
 )
+_LIBRARY_FILES = re.compile(r"(?:^|/)megatron/(?:core|bridge|training|legacy)/[\w/]+\.py$")
 
 HEADROOM = 0.9
 """Ranks below this share of the device had memory left."""
@@ -260,12 +261,15 @@ def rule_findings(
 
 
 def refusal_findings(log: Log, raises: Sequence[Raised]) -> Iterator[Finding]:
-    """Refusals that no rule's message names: raised by configuration code, or naming fields."""
+    """Refusals that no rule's message names: raised by configuration code, or naming fields; and
+    other checks of the library."""
+    refused: set[int] = set()
     for one in raises:
         deepest = one.frames[-1]
         if one.type in _REFUSALS and _CONFIGURATION_FILES.search(deepest.file):
             where = f"{deepest.file.rsplit('/', 1)[-1]}: {deepest.function}"
             said = one.message or "no message; see the asserted line"
+            refused.add(one.line.number)
             yield _refused(one.line, f"{one.type} in {where}: {said}", where)
     for line in log:
         named = exception_of(line.text.lstrip())
@@ -273,7 +277,34 @@ def refusal_findings(log: Log, raises: Sequence[Raised]) -> Iterator[Finding]:
             continue
         fields = [word for word in _FIELD_NAME.findall(named[1]) if word in catalogue()]
         if fields and _CONDITION.search(named[1]):
+            refused.add(line.number)
             yield _refused(line, f"It names {', '.join(dict.fromkeys(fields))}.", "")
+    for one in raises:
+        checked = one.type in _REFUSALS and _LIBRARY_FILES.search(one.frames[-1].file)
+        if checked and one.line.number not in refused:
+            yield _failed_check(one)
+
+
+def _failed_check(one: Raised) -> Finding:
+    """A check inside the library that is not one of its configuration classes."""
+    deepest = one.frames[-1]
+    return Finding(
+        cause="megatron_check_failed",
+        family="configuration",
+        level="root",
+        confidence=0.6,
+        title="A check inside Megatron stopped the run",
+        why=f"{one.message or 'The check has no message.'} A setting that this version does not "
+        "support together with the others, a wrong size or type, or a fault of the version.",
+        evidence=(one.line,),
+        fix=Fix(
+            actions=(
+                "tuner check CONFIG --fix lists what is wrong and the way out",
+                f"read the condition in {deepest.function} of {deepest.file.rsplit('/', 1)[-1]}",
+            )
+        ),
+        source=deepest.file[deepest.file.rindex("megatron/") :],
+    )
 
 
 _REFUSALS = ("AssertionError", "ValueError", "NotImplementedError")
