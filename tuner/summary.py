@@ -76,7 +76,7 @@ def best_document(
         "device": spec["device"],
         **({} if trainable == "megatron_core" else {"trainable": trainable}),
         **({"options": dict(spec["options"])} if spec["options"] else {}),
-        "config": record.candidate.to_flat(),
+        "config": record.ran.to_flat(),
         "run": {
             name: spec[name]
             for name in ("warmup_steps", "measure_steps", "seed", "memory_limit_bytes", "timeout_s")
@@ -117,7 +117,7 @@ def _trial(record: TrialRecord) -> dict[str, Any]:
     measured = record.measurement
     return {
         "number": record.number,
-        "config": record.candidate.to_flat(),
+        "config": record.ran.to_flat(),
         "outcome": record.outcome,
         "reason": record.reason,
         "duration_s": record.duration_s,

@@ -59,11 +59,6 @@ class Ledger:
     def nodes(self) -> tuple[str, ...]:
         return tuple(self._nodes)
 
-    @property
-    def devices(self) -> int:
-        """Devices of all nodes, free or not."""
-        return sum(node.devices for node in self._nodes.values())
-
     def copy(self) -> Ledger:
         """A ledger of the same state, for trying out."""
         other = Ledger()

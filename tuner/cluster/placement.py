@@ -23,11 +23,6 @@ class Placement:
     def world_size(self) -> int:
         return sum(self.ranks)
 
-    @property
-    def strategy(self) -> str:
-        """How the ranks lie, in Ray's words: on one node, or whole nodes that all differ."""
-        return "STRICT_PACK" if len(self.ranks) == 1 else "STRICT_SPREAD"
-
 
 def place(
     world_size: int,

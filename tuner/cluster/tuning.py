@@ -306,7 +306,7 @@ def write_best(directory: StudyDirectory, prepared: PreparedJob, best: TrialReco
     document = best_document(
         best,
         model=prepared.job.model,
-        spec=asdict(prepared.spec_of(best.candidate)),
+        spec=asdict(prepared.spec_of(best.ran)),
         metric=prepared.job.objective.measured_figure,
         trial_dir=directory.trial_path(best.number),
         trainable=prepared.job.trainable.name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tuner.candidate import Candidate
@@ -55,6 +55,16 @@ class TrialRecord:
     def feasible(self) -> bool:
         """Whether it ran through within the memory limit."""
         return self.outcome == Outcome.COMPLETED.value and self.measurement is not None
+
+    @property
+    def ran(self) -> Candidate:
+        """The candidate as it ran at last: with the variables that a retry added."""
+        env = self.evidence.get("env")
+        if not env:
+            return self.candidate
+        return replace(
+            self.candidate, env=tuple(sorted({**dict(self.candidate.env), **env}.items()))
+        )
 
     @property
     def running(self) -> bool:
