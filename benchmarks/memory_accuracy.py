@@ -13,7 +13,8 @@ Sections (`--section`, all by default; each prints its targets with what was rea
   seconds of one core, twice in processes of their own, which must allocate the same bytes.
 - `gloo`: `benchmarks/gloo_memory.py`, dry runs against real runs on a CPU.
 
-Prints one JSON summary.
+Prints one JSON summary. With `--docs docs/memory.md` the lines of the measured sources are renewed
+in the table on that page.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ def published(options: argparse.Namespace) -> dict[str, Any]:
     rows = [row for row in read_rows(options.data) if _chosen(row, options.source)]
     store = Store(options.estimates, trusted=options.trust_estimates)
     known = estimates(rows, options.jobs, store)
-    return summarise(rows, compare(rows, _Known(known)))
+    document = summarise(rows, compare(rows, _Known(known)))
+    if options.docs:
+        write_table(options.docs, rows, document)
+    return document
 
 
 def speed(options: argparse.Namespace) -> dict[str, Any]:
@@ -288,6 +292,37 @@ def _at_least_target(name: str, limit: float, value: float | None) -> dict[str, 
     return {"name": name, "at_least": limit, "value": value, "reached": reached}
 
 
+TABLE_START, TABLE_END = "<!-- errors by source: start -->", "<!-- errors by source: end -->"
+_TABLE_HEAD = (
+    "| source | peaks | median error | mean | 90th percentile | largest | static bytes, median "
+    "| called out of memory though it ran | not modelled |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+)
+
+
+def write_table(page: Path, rows: Sequence[Mapping[str, Any]], document: Mapping[str, Any]) -> None:
+    """Put the errors of each measured source between the marks of a page, beside the others."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(TABLE_START)
+    table, _, after = rest.partition(TABLE_END)
+    head = len(_TABLE_HEAD)
+    lines = {line.split("|")[1].strip(): line for line in table.strip().splitlines()[head:]}
+    lines |= {source: _table_line(source, rows, document) for source in map(source_of, rows)}
+    body = "\n".join(["", "", *_TABLE_HEAD, *(lines[name] for name in sorted(lines)), "", ""])
+    page.write_text(before + TABLE_START + body + TABLE_END + after, encoding="utf-8")
+
+
+def _table_line(source: str, rows: Sequence[Mapping[str, Any]], document: Mapping[str, Any]) -> str:
+    own = {row["id"] for row in rows if source_of(row) == source}
+    memory = document["memory"]
+    peaks = memory["by_source"].get(source, {"n": 0})
+    static = memory["static"]["by_source"].get(source, {})
+    errors = [peaks.get(f"{name}_abs_err") for name in ("median", "mean", "p90", "max")]
+    shown = ["" if e is None else f"{e:.2%}" for e in (*errors, static.get("median_abs_err"))]
+    false_oom = len(own.intersection(document["oom"]["false_oom"]))
+    left_out = len(own.intersection(row["id"] for row in document["skipped"]))
+    return " | ".join([f"| {source}", str(peaks["n"]), *shown, str(false_oom), f"{left_out} |"])
+
+
 def ablation_pairs(
     rows: Mapping[str, Mapping[str, Any]], results: Sequence[RowResult]
 ) -> tuple[int, int]:
@@ -360,6 +395,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--source", action="append", default=[], help="only this kind of rows")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--estimates", type=Path, help="file that keeps finished estimates")
+    parser.add_argument("--docs", type=Path, help="page whose table of errors is renewed")
     parser.add_argument(
         "--trust-estimates", action="store_true", help="also those that other code made"
     )

@@ -12,6 +12,7 @@ from tuner.candidate import Candidate
 from tuner.hardware import Gpu, get_gpu
 from tuner.models import ModelSpec, model_flops_per_step
 from tuner.timing.calibration import Calibration
+from tuner.timing.offload import activation_traffic
 from tuner.timing.passes import Machine
 from tuner.timing.rates import Rates
 from tuner.timing.shipped import precision_key, shipped_calibration
@@ -21,6 +22,8 @@ from tuner.timing.units import model_kernels
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from tuner.memory.composition import ProfileSource
 
 _PEAK_OF = {"nvfp4": "fp4", "mxfp8": "fp8", "fp32": "tf32", "fp16": "fp16"}
 
@@ -113,7 +116,15 @@ class TimeRun:
             precision=self.precision,
             architecture=self.gpu.architecture,
         )
-        return table.row(kernels, candidate)
+        return table.row(
+            kernels, candidate, activation_traffic(self.model, candidate, self._source)
+        )
+
+    @property
+    def _source(self) -> ProfileSource:
+        from tuner.memory.composition import ProfileSource
+
+        return ProfileSource(self.seq_length, self.precision, self.gpu.architecture)
 
     def times(
         self, candidates: Sequence[Candidate], rates: Rates, table: TimeTable | None = None

@@ -20,6 +20,7 @@ from tuner.hardware import Gpu
 from tuner.memory.kernel_log import GROUPS, KIND, OPERATIONS, KernelLog
 from tuner.timing import collectives
 from tuner.timing.kernels import Same, device_seconds
+from tuner.timing.offload import host_bytes_per_s, transfer_wait
 from tuner.timing.rates import Rates
 from tuner.timing.topology import Links, Span, group_span
 from tuner.timing.units import SCOPES, UnitKernels
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 
     Seconds = NDArray[np.float64]
 
-PARTS = ("compute", "recompute", "tensor", "context", "expert", "data", "host")
+PARTS = ("compute", "recompute", "tensor", "context", "expert", "data", "offload", "host")
 """What the seconds of a pass are spent on: kernels, kernels and collectives of recompute, exposed
-communication of tensor, context, expert and (with fully sharded weights) data parallelism, and
-waiting for the host."""
+communication of tensor, context, expert and (with fully sharded weights) data parallelism, exposed
+transfers of activations to and from the host, and waiting for the host to launch."""
 
 _PART_OF_GROUP = {"cp": "context", "ep": "expert", "tp-ep": "expert", "etp": "expert"}
 
@@ -104,8 +105,13 @@ def pass_seconds(
     candidate: Candidate,
     around: Surroundings,
     machine: Machine,
+    moved_bytes: float = 0.0,
+    moved_share: float = 1.0,
 ) -> Seconds:
-    """Seconds of one pass by part, `[PARTS]`."""
+    """Seconds of one pass by part, `[PARTS]`.
+
+    Of such units `moved_share` move `moved_bytes` of activations to the host or back.
+    """
     log = unit.forward if forward else unit.backward
     plan, rates = _plan(Same(unit), forward, around), machine.rates
     gaps = plan.graphed * rates.graph_gap_s + (plan.launched - plan.graphed) * rates.kernel_gap_s
@@ -117,6 +123,10 @@ def pass_seconds(
     for exchange in plan.exchanges:
         seconds = _exposed(exchange, device, candidate, around, machine)
         parts["recompute" if exchange.repeated else exchange.part] += seconds
+    if moved_bytes:
+        moved = moved_bytes / host_bytes_per_s(machine.gpu, rates)
+        waited = transfer_wait(moved, sum(parts.values()), rates)
+        parts["offload"] = moved_share * float(waited)
     host = (
         plan.launches * rates.host_kernel_s
         + plan.experts * rates.host_expert_s

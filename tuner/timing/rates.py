@@ -59,6 +59,7 @@ class Rates:
     data_hidden: float = _rate("share of overlapped DP communication that fits under compute", 0.2)
     contention: float = _rate("compute slowed by communication beside it, share of its time", 0.5)
     host_link: float = _rate("share of the bandwidth to host memory in offload", 0.2)
+    host_update_s: float = _rate("time of a rank's host to update one parameter", 0.7)
     step_s: float = _rate("fixed time of a step outside the schedule", 0.5)
     imbalance: float = _rate("time of the slowest rank of a step against the mean", 0.005)
     routing: float = _rate("work of the busiest expert rank against the mean, routed by data", 0.08)

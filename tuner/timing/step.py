@@ -17,7 +17,7 @@ from tuner.candidate import Candidate
 from tuner.memory.composition.split import SPLIT_FIELDS, Split, split_units
 from tuner.memory.errors import UnsupportedError
 from tuner.models import ModelSpec
-from tuner.timing import collectives
+from tuner.timing import collectives, offload
 from tuner.timing.closed_form import pipeline_times
 from tuner.timing.passes import PARTS, Machine, Surroundings, pass_seconds
 from tuner.timing.pipelines import on_shared_cores, pipeline_of
@@ -26,7 +26,7 @@ from tuner.timing.recurrence import PipelineTimes
 from tuner.timing.schedule import Pipeline
 from tuner.timing.tail import StepEnd, StepTail, finish_step
 from tuner.timing.topology import span
-from tuner.timing.units import MTP, ModelKernels, UnitKernels, layer_kinds
+from tuner.timing.units import MTP, ModelKernels, layer_kinds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,8 +61,11 @@ class TimeTable:
         self._whole: list[tuple[float, float, float]] = []
         self._stacked: tuple[Seconds, Seconds, Seconds, Seconds] | None = None
 
-    def row(self, kernels: ModelKernels, candidate: Candidate) -> int:
-        """The row of a candidate with these kernels; candidates that run alike share it."""
+    def row(
+        self, kernels: ModelKernels, candidate: Candidate, moved: offload.Traffic = offload.NOTHING
+    ) -> int:
+        """The row of a candidate with these kernels that offloads `moved`; candidates that run
+        alike share it."""
         around = Surroundings.of(candidate, self.model.moe_router_topk or 0)
         grids = (
             candidate.tensor_model_parallel_size,
@@ -70,22 +73,30 @@ class TimeTable:
             candidate.expert_model_parallel_size,
             candidate.expert_tensor_parallel_size,
         )
-        key = (id(kernels.units), around, grids)
+        key = (id(kernels.units), around, grids, moved)
         if key not in self._rows:
             self._rows[key] = len(self._forward)
-            self._measure(kernels, candidate, around)
+            self._measure(kernels, candidate, around, moved)
         return self._rows[key]
 
-    def _measure(self, kernels: ModelKernels, candidate: Candidate, around: Surroundings) -> None:
+    def _measure(
+        self,
+        kernels: ModelKernels,
+        candidate: Candidate,
+        around: Surroundings,
+        moved: offload.Traffic,
+    ) -> None:
         if not self.units:
             self.units = list(kernels.units)
         units = [kernels.units[name] for name in self.units]
 
-        def times(unit: UnitKernels, forward: bool) -> Seconds:
-            return pass_seconds(unit, forward, candidate, around, self.machine)
+        def times(name: str, forward: bool) -> Seconds:
+            transfer = moved.of(name), moved.share
+            unit = kernels.units[name]
+            return pass_seconds(unit, forward, candidate, around, self.machine, *transfer)
 
-        self._forward.append(np.stack([times(unit, True) for unit in units]))
-        self._backward.append(np.stack([times(unit, False) for unit in units]))
+        self._forward.append(np.stack([times(name, True) for name in self.units]))
+        self._backward.append(np.stack([times(name, False) for name in self.units]))
         self._parameters.append(
             np.array([(unit.dense_parameters, unit.expert_parameters) for unit in units], float)
         )
@@ -408,9 +419,16 @@ class _Group:
         shards = np.array([fact.shards for fact in self.facts], float)[self.fact_of]
         per_stage = held.sum(axis=2)
         updated = (per_stage / shards[:, None, :]).sum(axis=2)
-        moved = updated * whole[:, 1, None] + per_stage.sum(axis=2) * whole[:, 2, None]
+        away = np.array([fact.on_host for fact in self.facts])[self.fact_of, None]
+        moved = updated * (1 - away) * whole[:, 1, None] + per_stage.sum(axis=2) * whole[:, 2, None]
         seconds: Seconds = moved / bandwidth
+        if away.any():
+            host = [self._host_update(fact.overlaps_host) for fact in self.facts]
+            seconds += updated * away * np.array(host)[self.fact_of, None]
         return seconds
+
+    def _host_update(self, overlapped: bool) -> float:
+        return offload.host_update_s(self.machine.gpu, self.rates, overlapped=overlapped)
 
     def _buckets(self, held: Seconds) -> NDArray[np.int64]:
         """Gradient buckets of each chunk (distributed_data_parallel_config.py `bucket_size`)."""
@@ -449,7 +467,8 @@ class Traffic:
 class Facts:
     """What of a candidate the parts of a step outside of passes depend on.
 
-    `data_groups` are (ranks, stride) of the groups that share dense and expert parameters.
+    `data_groups` are (ranks, stride) of the groups that share dense and expert parameters;
+    `on_host` is the share of the optimizer's state that lies there.
     """
 
     microbatches: int
@@ -462,6 +481,8 @@ class Facts:
     reduces_beside: bool
     gathers_beside: bool
     fully_sharded: bool
+    on_host: float = 0.0
+    overlaps_host: bool = False
 
     @classmethod
     def of(cls, candidate: Candidate, world_size: int, global_batch_size: int) -> Facts:
@@ -486,6 +507,10 @@ class Facts:
             reduces_beside=bool(extra.get("overlap_grad_reduce")),
             gathers_beside=bool(extra.get("overlap_param_gather")),
             fully_sharded=full and strategy in (None, "optim_grads_params"),
+            on_host=candidate.optimizer_offload_fraction
+            if candidate.optimizer_cpu_offload
+            else 0.0,
+            overlaps_host=bool(extra.get("overlap_cpu_optimizer_d2h_h2d")),
         )
 
 

@@ -37,21 +37,22 @@ if TYPE_CHECKING:
 
 _GRAPHS = ("cuda_graph_impl", "cuda_graph_modules", "use_te_rng_tracker")
 _OFFLOAD = ("cpu_offloading", "cpu_offloading_num_layers", "offload_modules")
-_FRACTION = "optimizer_offload_fraction"
+_FRACTION, _BESIDE = "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"
 OFFLOAD_FIELDS = (
     *_OFFLOAD,
     _FRACTION,
     "fine_grained_activation_offloading",
     "optimizer_cpu_offload",
     "use_precision_aware_optimizer",
-    "overlap_cpu_optimizer_d2h_h2d",
+    _BESIDE,
 )
 EFFECTS = (*_GRAPHS, *OFFLOAD_FIELDS)
 """Fields whose effect is added to what is composed without them."""
 
 _AWARE = "use_precision_aware_optimizer"
 
-TIME_PARTS = (*BREAKDOWN, "offload")
+TIME_PARTS = BREAKDOWN
+_ADDED = [BREAKDOWN.index("offload"), BREAKDOWN.index("optimizer")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +162,8 @@ class SpaceEstimator:
         extra = offload.at(rows).added(passes, plain.parts[plain.pair[rows], 2], self.place)
         seconds = np.full(len(block), np.nan)
         spent = np.full((len(block), len(TIME_PARTS)), np.nan)
-        seconds[rows] = passes.step_s + extra
-        spent[rows, :-1], spent[rows, -1] = passes.spent, extra
+        seconds[rows] = passes.step_s + sum(extra)
+        spent[rows] = with_offload(passes.spent, extra)
         return BlockEstimates(
             total, limit, seconds, memory, spent, plain.problems(), plain.exact[plain.pair]
         )
@@ -177,19 +178,23 @@ class SpaceEstimator:
         import numpy as np
 
         code, values = combined(block, _OFFLOAD, len(tensor))
-        share = np.zeros(len(tensor))
+        share, moving, moved = (np.zeros(len(tensor)) for _ in range(3))
         layers = self.place.model.num_layers
         for number, (by_layers, count, modules) in enumerate(values):
             rows = code == number
             if by_layers:
                 # Two layers' activations stay on the device: one is used, one is on its way.
                 share[rows] = max(0.0, (int(count or 0) - 2) / layers)
+                moving[rows], moved[rows] = min(1.0, int(count or 0) / layers), 1.0
             elif modules:
+                moving[rows] = 1.0
                 for size in np.unique(tensor[rows]):
-                    share[rows & (tensor == size)] = self.share_offloaded(int(size), modules)
-        code, values = combined(block, (_FRACTION,), len(tensor))
-        fraction = np.array([float(value or 0.0) for (value,) in values])[code]
-        return Offload(share, fraction)
+                    some = rows & (tensor == size)
+                    share[some] = moved[some] = self.share_offloaded(int(size), modules)
+        code, values = combined(block, (_FRACTION, _BESIDE), len(tensor))
+        fraction = np.array([float(value or 0.0) for value, _ in values])[code]
+        beside = np.array([bool(value) for _, value in values])[code]
+        return Offload(share, moving, moved, fraction, beside)
 
     def share_offloaded(self, tensor: int, modules: Any) -> float:
         """The share of a layer's saved bytes that offload of these modules takes off the device.
@@ -204,6 +209,14 @@ class SpaceEstimator:
             return float("nan")
         kinds = self.time.kinds
         return max(0.0, 1.0 - layer_bytes(lean, kinds) / layer_bytes(plain, kinds))
+
+
+def with_offload(spent: Values, extra: tuple[Values, Values]) -> Values:
+    """What steps are spent on, `[row, part]`, with what offload adds."""
+    result = spent.copy()
+    for part, seconds in zip(_ADDED, extra, strict=True):
+        result[:, part] += seconds
+    return result
 
 
 def effects(values: Mapping[str, Sequence[Any]]) -> frozenset[str]:

@@ -1,9 +1,7 @@
 """What offload to the host saves and costs, for arrays of candidates.
 
 Bytes that leave a layer's saved activations are measured by a profile with the modules offloaded;
-the rest is arithmetic. Transfers run beside the passes that compute meanwhile, and what does not
-fit beside them is waited for. The optimizer's share on the host is updated there: gradients come
-down in 4 bytes a parameter, weights go back in 2, and Adam reads and writes 28 bytes of state.
+the rest is the arithmetic of `tuner.timing.offload`.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.constraints.view import UNSET
 from tuner.search.enumeration import ValidCandidates
 from tuner.search.planning.workplace import Workplace
+from tuner.timing.offload import host_bytes_per_s, host_update_s, transfer_wait
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     Values = NDArray[np.float64]
     Rows = NDArray[np.int64]
 
-_HIDDEN = 0.7  # of a pass that transfers can run beside: attention and products, not their tails
-_OPTIMIZER_BYTES = 4 + 2 + 28
 _STATE_BYTES = 12  # of Adam's moments and master weight
 
 
@@ -53,20 +50,38 @@ class Passes:
 class Offload:
     """Offload of candidates, arrays `[row]`.
 
-    `share` is the part of a layer's saved bytes that leaves the device, `fraction` that of the
-    optimizer's state.
+    `share` is the part of the layers' saved bytes that leaves the device. Of the layers, `layers`
+    move the part `moved` of what each saves. `fraction` is the part of the optimizer's state that
+    is on the host, whose transfers `overlapped` says run beside the updates.
     """
 
     share: Values
+    layers: Values
+    moved: Values
     fraction: Values
+    overlapped: NDArray[np.bool_]
+
+    @classmethod
+    def nothing(cls, rows: int) -> Offload:
+        """No offload."""
+        import numpy as np
+
+        none = np.zeros(rows)
+        return cls(none, none, none, none, np.zeros(rows, dtype=bool))
 
     def at(self, rows: Any) -> Offload:
         """Of these rows alone."""
-        return Offload(self.share[rows], self.fraction[rows])
+        return Offload(*(getattr(self, name)[rows] for name in self.__slots__))
 
     def and_also(self, other: Offload) -> Offload:
         """Both, of which one or the other moves nothing."""
-        return Offload(self.share + other.share, self.fraction + other.fraction)
+        return Offload(
+            self.share + other.share,
+            self.layers + other.layers,
+            self.moved + other.moved,
+            self.fraction + other.fraction,
+            self.overlapped | other.overlapped,
+        )
 
     def remaining(self, parts: Values, step_bytes: Values) -> Values:
         """What stays on the device of bytes by part `[row, part]` (`MEMORY_PARTS`).
@@ -82,22 +97,25 @@ class Offload:
         )
         return kept
 
-    def added(self, passes: Passes, state_bytes: Values, place: Workplace) -> Values:
-        """Seconds that transfers and the host's optimizer add to each step.
+    def added(self, passes: Passes, state_bytes: Values, place: Workplace) -> tuple[Values, Values]:
+        """Seconds that each step waits for activations, and that the host's optimizer takes.
 
-        `state_bytes` is the optimizer state of a rank. A hidden transfer slows down what it runs
-        beside by `contention` of its own time.
+        `state_bytes` is the optimizer state of a rank. A third of what a layer computes is its
+        forward pass.
         """
         import numpy as np
 
-        bandwidth = place.host_bytes_per_s
-        moved = self.share * passes.layer_bytes * passes.layers / bandwidth
-        forward = _HIDDEN * passes.compute_s / passes.microbatches / 3
-        exposed = np.maximum(0.0, moved - forward) + np.maximum(0.0, moved - 2 * forward)
-        exposed = exposed + place.rates.contention * (2 * moved - exposed)
-        parameters = self.fraction * state_bytes / _STATE_BYTES
-        result: Values = passes.microbatches * exposed + parameters * _OPTIMIZER_BYTES / bandwidth
-        return result
+        gpu, rates = place.gpu, place.rates
+        moved = self.moved * passes.layer_bytes / host_bytes_per_s(gpu, rates)
+        layer = passes.compute_s / passes.microbatches / passes.layers
+        waits = transfer_wait(moved, layer / 3, rates) + transfer_wait(moved, layer * 2 / 3, rates)
+        waits = waits * self.layers * passes.layers * passes.microbatches
+        update = np.where(
+            self.overlapped,
+            host_update_s(gpu, rates, overlapped=True),
+            host_update_s(gpu, rates),
+        )
+        return waits, self.fraction * state_bytes / _STATE_BYTES * update
 
 
 def combined(

@@ -20,10 +20,12 @@ from tuner.search.planning.estimator import (
     OFFLOAD_FIELDS,
     TIME_PARTS,
     SpaceEstimator,
+    with_offload,
 )
 from tuner.search.planning.front import Ranked, pareto
 from tuner.search.planning.offload import Offload, Passes
 from tuner.search.planning.plain import PlainBlock
+from tuner.search.planning.workplace import Workplace
 from tuner.search.requirements import Requirements
 from tuner.search.space import SearchSpace
 from tuner.search.validity import ValidityChecker
@@ -139,7 +141,7 @@ class WholeSpace:
                 portion.count(left[places], counts)
             progress("candidates", end, len(rows))
         counts.oom = counts.valid - counts.not_required - counts.not_estimated - counts.feasible
-        told = _Teller(self.space, plain, limits, own, offload, sizes)
+        told = _Teller(self.space, plain, limits, own, offload, sizes, estimator.place)
         return told.ranked(found.fitting), next(iter(told.ranked(found.beyond)), None), counts
 
     def _tails(self, world_size: int) -> list[_Tails]:
@@ -204,7 +206,8 @@ class WholeSpace:
                 np.array([_most(value[tail.rows]) for tail in tails])[group]
                 for value in (moved.share, moved.fraction)
             )
-            least = plain.held(every, own.and_also(Offload(share, fraction))).sum(axis=1)
+            most = replace(Offload.nothing(len(sizes)), share=share, fraction=fraction)
+            least = plain.held(every, own.and_also(most)).sum(axis=1)
             result = np.where(sizes == size, least, result)
         return result
 
@@ -299,7 +302,7 @@ class _Portion:
         memory, moved = self._memory(heads[at], tail)
         limit = self.limits[heads][at]
         state = self.plain.parts[self.plain.pair[heads], _OPTIMIZER][at]
-        step = passes.step_s[at] + moved.added(passes.at(at), state, estimator.place)
+        step = passes.step_s[at] + sum(moved.added(passes.at(at), state, estimator.place))
         pairs = _Found(heads[at], self.tails.rows[tail], step, memory)
         fits, timed = memory <= limit, np.isfinite(step)
         self._count(tail, fits & timed, (fits & ~timed) | ~np.isfinite(memory), counts)
@@ -343,6 +346,7 @@ class _Teller:
     own: Offload
     offload: dict[int, Offload]
     sizes: Rows
+    place: Workplace
 
     def ranked(self, found: _Found) -> list[Ranked]:
         """These pairs, fastest first."""
@@ -356,15 +360,14 @@ class _Teller:
             moved = self.offload[int(self.sizes[head])].at([tail])
             moved = self.own.at([head]).and_also(moved)
             pair = int(self.plain.pair[head])
-            timed = int(np.searchsorted(heads, head))
-            spent = passes.spent[timed].tolist()
-            step = float(found.step_s[place])
-            spent.append(step - float(passes.step_s[timed]))
+            own = passes.at([int(np.searchsorted(heads, head))])
+            state = self.plain.parts[[pair], _OPTIMIZER]
+            spent = with_offload(own.spent, moved.added(own, state, self.place))[0].tolist()
             parts = self.plain.held([head], moved)[0].tolist()
             result.append(
                 Ranked(
                     candidate=self.space.candidate(head, tail),
-                    step_time_s=step,
+                    step_time_s=float(found.step_s[place]),
                     memory_bytes=float(found.memory[place]),
                     limit_bytes=float(self.limits[head]),
                     time_parts=dict(zip(TIME_PARTS, spent, strict=True)),

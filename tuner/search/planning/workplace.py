@@ -67,8 +67,3 @@ class Workplace:
         """The machine as the time model takes it."""
         links = Links.of(self.gpu, gpus_per_node=self.gpus_per_node)
         return Machine(self.gpu, links, self.rates, self.world_size, self.cores)
-
-    @property
-    def host_bytes_per_s(self) -> float:
-        """What a GPU moves to or from its host in one direction."""
-        return self.gpu.host_bandwidth_bytes_per_s * self.rates.host_link
