@@ -6,6 +6,7 @@ import json
 import resource
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ class Observer:
     def __init__(self) -> None:
         self.first: float | None = None
         self.last = 0.0
+        self.ends: dict[int, float] = {}
 
     def started(self, proposal: Any) -> None:
         self.first = time.monotonic() if self.first is None else self.first
 
     def ended(self, record: Any) -> None:
-        self.last = time.monotonic()
+        self.last = self.ends[record.number] = time.monotonic()
 
 
 def measure(folder: Path, trials: int) -> dict[str, Any]:
@@ -113,11 +115,14 @@ def _summary(study: Path, observer: Observer) -> dict[str, Any]:
     storage = open_storage(f"sqlite:///{study}/study.db")
     records = TrialStore(optuna.load_study(study_name="tuner", storage=storage), storage).records()
     work = longest = 0.0
+    runs = []
     for record in records:
         folder = study / "trials" / f"{record.number:04d}"
         spec = TrialSpec.from_json(json.loads((folder / "spec.json").read_text()))
         ran = TrialResult.from_json(json.loads((folder / "result.json").read_text()))
         work += spec.world_size * ran.duration_s
+        ended = observer.ends[record.number]
+        runs.append((ended - ran.duration_s, ended, spec.world_size))
         longest = max(longest, ran.duration_s)
     assert observer.first is not None
     makespan = observer.last - observer.first
@@ -134,9 +139,21 @@ def _summary(study: Path, observer: Observer) -> dict[str, Any]:
         "makespan_s": round(makespan, 1),
         "ideal_makespan_s": round(ideal, 1),
         "occupancy_of_ideal": round(ideal / makespan, 4),
+        "occupancy_by_tenth": _by_tenth(runs, observer.first, observer.last),
         "mean_trial_s": round(statistics.fmean(r.duration_s for r in records), 2),
         "dispatch_median_s": round(statistics.median(dispatch), 3),
         "dispatch_p90_s": round(statistics.quantiles(dispatch, n=10)[-1], 3),
         "longest_wait_s": round(max(waited), 1),
         "driver_peak_memory_mib": round(peak_kib / 1024, 1),
     }
+
+
+def _by_tenth(runs: Sequence[tuple[float, float, int]], first: float, last: float) -> list[float]:
+    """The share of the GPUs that trials (start, end, GPUs) held in each tenth of the study."""
+    width = (last - first) / 10
+    shares = []
+    for tenth in range(10):
+        low, high = first + tenth * width, first + (tenth + 1) * width
+        held = sum(max(0.0, min(end, high) - max(start, low)) * gpus for start, end, gpus in runs)
+        shares.append(round(held / width / (NODES * GPUS_PER_NODE), 3))
+    return shares

@@ -21,8 +21,13 @@ if TYPE_CHECKING:
     Matrix = NDArray[np.float64]
     Rows = NDArray[np.int64]
 
-_LENGTH = 2.0
-"""Doublings of a size over which a correlation falls to `exp(-1/2)`."""
+_LENGTH = 1.0
+"""Doublings of a size over which a correlation falls to `exp(-1/2)`: log errors of recorded layout
+sweeps (`benchmarks/search.py`) change by 0.01 to 0.15 with a doubling of one parallel size."""
+
+_APART = 0.25
+"""How far two choices without an order are from alike. Log errors of the attention kernels in the
+same sweeps lie 0.06 apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +102,12 @@ def _likeness(column: Column) -> Matrix:
 
     values = column.values
     if is_numeric(values):
-        size = np.log2([1.0 + max(0.0, float(1 if v is None else v)) for v in values])
-        distance = np.abs(size[:, None] - size[None, :]) / _LENGTH
+        sizes = np.array([max(0.0, float(1 if v is None else v)) for v in values])
+        logs = np.log2(sizes if sizes.min() >= 1.0 else sizes + 1.0)
+        distance = np.abs(logs[:, None] - logs[None, :]) / _LENGTH
         numeric: Matrix = np.exp(-0.5 * distance**2)
         return numeric
-    return np.array([[_common_part(a, b) for b in values] for a in values])
+    return np.array([[1.0 - _APART * (1.0 - _common_part(a, b)) for b in values] for a in values])
 
 
 def _common_part(first: Any, second: Any) -> float:
