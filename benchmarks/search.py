@@ -6,7 +6,7 @@ Every candidate of a landscape has been run before, so a search can be replayed:
 the recorded outcome is told. Prints one JSON summary: for each landscape and sampler the median
 number of trials until one is within 1 % and within 3 % of the best measured step time, the launches
 wasted on out of memory until then, and the median regret after each trial. `--data` takes other
-layout sweeps in the published schema.
+layout sweeps in the published schema, `--cpu` what `benchmarks/cpu_landscape.py` recorded.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cpu_landscape import DATA as CPU_DATA
+from cpu_landscape import read_cpu_landscape
 from sweeps import Landscape, read_landscapes
 
 from tuner.candidate import Candidate
@@ -154,6 +156,7 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--cpu", type=Path, default=CPU_DATA, help="landscape run on a CPU")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--trials", type=int, default=200, help="most trials of one search")
     parser.add_argument("--samplers", nargs="+", default=SAMPLERS)
@@ -161,6 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
     landscapes, skipped = read_landscapes(options.data, options.jobs)
+    if options.cpu.exists():
+        landscapes.append(read_cpu_landscape(options.cpu))
     results: dict[str, Any] = {}
     for landscape in landscapes:
         samplers = {}
