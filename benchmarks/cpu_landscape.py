@@ -4,7 +4,7 @@
 
 Runs a study over all valid candidates of `JOB` (real Megatron-Core steps, four ranks) and keeps
 what each gave, with the calibration of the machine. `benchmarks/search.py` replays the file. Takes
-some ten minutes on two cores that do nothing else.
+some twenty minutes on two cores that do nothing else.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ JOB: Mapping[str, Any] = {
                 "values": [["mlp"]],
                 "when": {"recompute_granularity": "selective"},
             },
+            "recompute_method": {"values": ["uniform"], "when": {"recompute_granularity": "full"}},
             "recompute_num_layers": {"values": [1], "when": {"recompute_granularity": "full"}},
         },
     },
     "search": {"seed": 1, "race": False},
     "budget": {"trials": 1000, "stop_when_unlikely": False},
-    "trainable": {"warmup_steps": 2, "measure_steps": 5, "timeout_s": 120},
+    "trainable": {"warmup_steps": 1, "measure_steps": 4, "timeout_s": 120},
 }
 
 
@@ -76,10 +77,14 @@ def _run(trial: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_cpu_landscape(path: Path = DATA) -> Landscape:
-    """The recorded candidates with the estimates that a study of them starts from."""
+    """The recorded candidates with the estimates that a study of them starts from; trials refine
+    these as they do in a study."""
     from tuner.candidate import Candidate
+    from tuner.cluster.learning import StudyRates
     from tuner.cluster.prepared import prepare
+    from tuner.cluster.proposals import Proposals
     from tuner.job import load_job
+    from tuner.search.engine import Engine, TrialCosts
     from tuner.search.planning.machine import workplace_of
     from tuner.search.planning.prior import ComposedEstimator
     from tuner.timing.calibration import Calibration
@@ -89,21 +94,30 @@ def read_cpu_landscape(path: Path = DATA) -> Landscape:
         job = Path(folder) / "job.yaml"
         job.write_text(yaml.safe_dump(document["job"]))
         prepared = prepare(load_job(job), where=str(path), base_folder=Path(folder))
-    place = workplace_of(prepared, Calibration.from_json(document["calibration"], str(path)))
+    calibration = Calibration.from_json(document["calibration"], str(path))
+    place = replace(workplace_of(prepared, calibration), cores=document["cores"])
     runs = document["runs"]
     candidates = tuple(Candidate.from_flat(run["config"]) for run in runs)
-    completed = [run["outcome"] == "completed" for run in runs]
-    estimates = ComposedEstimator(replace(place, cores=document["cores"]))(candidates)
+    limit_bytes = float(place.allocatable_bytes(candidates[0]))
+    estimates = ComposedEstimator(place)(candidates)
+
+    def proposals(folder: Path) -> Proposals:
+        estimator = ComposedEstimator(place)
+        costs = TrialCosts(prepared.world_size_of)
+        engine = Engine(candidates, estimator, limit_bytes=limit_bytes, costs=costs)
+        return Proposals(engine, (StudyRates(prepared, calibration, folder), estimator))
+
     return Landscape(
         name=f"{document['job']['model']}, {prepared.job.cluster.world_size} CPU ranks",
         space=prepared.space,
         candidates=candidates,
         step_times_s=tuple(
-            run["step_time_s"] if ran else None for run, ran in zip(runs, completed, strict=True)
+            run["step_time_s"] if run["outcome"] == "completed" else None for run in runs
         ),
         estimates=estimates,
-        limit_bytes=float(place.allocatable_bytes(candidates[0])),
+        limit_bytes=limit_bytes,
         gpus=prepared.job.cluster.world_size,
+        proposals=proposals,
     )
 
 

@@ -16,9 +16,10 @@ import json
 import shlex
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from cpu_landscape import DATA as CPU_DATA
@@ -26,6 +27,7 @@ from cpu_landscape import read_cpu_landscape
 from sweeps import Landscape, read_landscapes
 
 from tuner.candidate import Candidate
+from tuner.cluster.proposals import Proposals
 from tuner.search.engine import Engine, TrialCosts
 from tuner.search.records import Rejection
 from tuner.search.samplers import RESIDUAL
@@ -54,20 +56,37 @@ class Replay:
 
 def replay(landscape: Landscape, sampler: str, seed: int, trials: int) -> Replay:
     """Search a landscape until it is exhausted, `trials` are run, or the best is found."""
-    position = landscape.position
+    with TemporaryDirectory() as folder:
+        proposals = Proposals(None)
+        if sampler == RESIDUAL:
+            proposals = (landscape.proposals or _plain(landscape))(Path(folder))
+        return _replayed(landscape, sampler, seed, trials, proposals)
 
-    def check(candidate: Candidate) -> Rejection | None:
-        there = candidate.key in position
-        return None if there else Rejection("landscape", "was not among the recorded runs")
 
-    engine = None
-    if sampler == RESIDUAL:
+def _plain(landscape: Landscape) -> Callable[[Path], Proposals]:
+    """An engine on the estimates of a landscape, which no trial refines."""
+
+    def proposals(folder: Path) -> Proposals:
         engine = Engine(
             landscape.candidates,
             landscape.estimate,
             limit_bytes=landscape.limit_bytes,
             costs=TrialCosts(lambda candidate: landscape.gpus),
         )
+        return Proposals(engine)
+
+    return proposals
+
+
+def _replayed(
+    landscape: Landscape, sampler: str, seed: int, trials: int, proposals: Proposals
+) -> Replay:
+    position = landscape.position
+
+    def check(candidate: Candidate) -> Rejection | None:
+        there = candidate.key in position
+        return None if there else Rejection("landscape", "was not among the recorded runs")
+
     study = open_study(
         "",
         "replay",
@@ -77,7 +96,7 @@ def replay(landscape: Landscape, sampler: str, seed: int, trials: int) -> Replay
         memory_limit_bytes=int(landscape.limit_bytes),
         sampler=sampler,
         seed=seed,
-        engine=engine,
+        engine=proposals.engine,
     )
     regret, wasted, best = [], [], float("inf")
     for _ in range(trials):
@@ -86,6 +105,7 @@ def replay(landscape: Landscape, sampler: str, seed: int, trials: int) -> Replay
             break
         result = landscape.result(proposal.candidate)
         study.tell(proposal.number, result)
+        proposals.learn(study.records())
         if result.measurement is None:
             wasted.append((wasted[-1] if wasted else 0) + 1)
         else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from tuner.candidate import Candidate
+from tuner.cluster.proposals import Proposals
 from tuner.measurement import Measurement, Outcome, RankMeasurement, TrialResult
 from tuner.search.estimates import Estimates
 from tuner.search.space import SearchSpace, parse_space
@@ -34,7 +35,11 @@ _TIME_PARTS = ("compute", "tensor", "host", "bubble", "pipeline", "gradients", "
 
 @dataclass(frozen=True)
 class Landscape:
-    """Candidates in order, what each run gave (None: out of memory), and their estimates."""
+    """Candidates in order, what each run gave (None: out of memory), and their estimates.
+
+    `proposals` makes those of a study in a folder, where they are more than an engine on the
+    estimates: what refines these by trials.
+    """
 
     name: str
     space: SearchSpace
@@ -43,6 +48,7 @@ class Landscape:
     estimates: Estimates
     limit_bytes: float
     gpus: int
+    proposals: Callable[[Path], Proposals] | None = None
 
     @property
     def best_s(self) -> float:

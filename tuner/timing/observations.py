@@ -214,7 +214,8 @@ def predictor(observations: Sequence[Observation], calibration: Calibration) -> 
 
 @dataclass(frozen=True, slots=True)
 class TimedCase:
-    """A configuration made ready: its candidate, its machine and the kernels of its units."""
+    """A configuration made ready: its candidate, its machine, the kernels of its units and the
+    activations that it offloads."""
 
     candidate: Any
     model: Any
@@ -224,6 +225,8 @@ class TimedCase:
     global_batch_size: int
     kernels: Any
     plain_kernels: Any
+    moved: Any
+    plain_moved: Any
     cores: int | None
 
     @property
@@ -243,8 +246,8 @@ class TimedCase:
     def rows(self, table: TimeTable) -> tuple[int, int]:
         """This case's row in a table, and the one of its setting without recompute."""
         return (
-            table.row(self.kernels, self.candidate),
-            table.row(self.plain_kernels, self.candidate),
+            table.row(self.kernels, self.candidate, self.moved),
+            table.row(self.plain_kernels, self.candidate, self.plain_moved),
         )
 
 
@@ -282,6 +285,8 @@ def timed_case(document: Mapping[str, Any], calibration: Calibration | None) -> 
         global_batch_size=request.global_batch_size,
         kernels=_kernels(request, request.candidate, local=own is not None),
         plain_kernels=_kernels(request, _without_recompute(request), local=own is not None),
+        moved=_moved(request, request.candidate),
+        plain_moved=_moved(request, _without_recompute(request)),
         cores=None if own is None else cores(),
     )
 
@@ -311,6 +316,14 @@ def _kernels(request: Any, candidate: Any, *, local: bool) -> Any:
         precision=request.precision,
         **options,
     )
+
+
+def _moved(request: Any, candidate: Any) -> Any:
+    from tuner.memory.composition import ProfileSource
+    from tuner.timing.offload import activation_traffic
+
+    source = ProfileSource(request.seq_length, request.precision, request.gpu.architecture)
+    return activation_traffic(request.model, candidate, source)
 
 
 def _step_seconds(cases: Sequence[TimedCase], rates: Rates) -> NDArray[np.float64]:
