@@ -51,6 +51,9 @@ _RUN_FIELDS = (
 _CONFIG_ATTRIBUTE_PREFIX = "yarn_"
 """`GPTModel` reads its YaRN settings as plain attributes of the configuration."""
 
+_YARN_OPTIONAL = frozenset(("yarn_mscale", "yarn_mscale_all_dim"))
+"""Of these, the ones that models may leave open."""
+
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
 
 
@@ -167,6 +170,9 @@ def _sort_fields(fields: Mapping[str, Any]) -> _SortedFields:
         for values, names in owners:
             if name in names:
                 values[name] = _python_value(name, value)
+    if fields.get("position_embedding_type") == "yarn":
+        for name in _YARN_OPTIONAL - known:
+            result.attributes.setdefault(name, None)
     return result
 
 
@@ -270,7 +276,10 @@ def _transformer_defaults(
         "pipeline_dtype": precision["params_dtype"],
         "transformer_impl": "transformer_engine" if use_transformer_engine else "local",
         "bias_activation_fusion": _can_fuse_activation(fields),
-        "bias_dropout_fusion": True,
+        # TEGroupedMLP takes no experts with bias together with it (transformer/moe/experts.py)
+        "bias_dropout_fusion": not (
+            fields.get("num_moe_experts") and fields.get("add_bias_linear", True)
+        ),
         "deallocate_pipeline_outputs": True,
         # Megatron-LM overlaps point-to-point transfers only under interleaving, and then cannot
         # batch them. Gloo has no batched transfers at all.

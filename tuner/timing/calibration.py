@@ -146,7 +146,7 @@ class Calibration:
             gpu=str(document["gpu"]),
             precision=str(document["precision"]),
             rates=rates,
-            covariance=correlation * np.outer(deviations, deviations),
+            covariance=_consistent(correlation) * np.outer(deviations, deviations),
             residual_spread=float(document["residual_spread"]),
             measurements=int(document["measurements"]),
             device=document.get("device"),
@@ -181,6 +181,18 @@ def starting_rates() -> Rates:
 
     text = (resources.files("tuner.timing") / "data" / "rates.yaml").read_text(encoding="utf-8")
     return Rates(**yaml.safe_load(text)["default"])
+
+
+def _consistent(correlation: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The correlations without negative variances, which rounding and small ones left out of a
+    file can bring about."""
+    values, vectors = np.linalg.eigh(correlation)
+    if values.min() >= 0:
+        return correlation
+    repaired = (vectors * np.maximum(values, 0.0)) @ vectors.T
+    size = np.sqrt(np.diag(repaired))
+    result: NDArray[np.float64] = repaired / np.outer(size, size)
+    return result
 
 
 def _named_correlations(correlation: NDArray[np.float64]) -> dict[str, float]:

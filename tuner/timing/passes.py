@@ -20,7 +20,7 @@ from tuner.hardware import Gpu
 from tuner.memory.kernel_log import GROUPS, KIND, OPERATIONS, KernelLog
 from tuner.timing import collectives
 from tuner.timing.kernels import Same, device_seconds
-from tuner.timing.offload import host_bytes_per_s, transfer_wait
+from tuner.timing.offload import transfer_wait
 from tuner.timing.rates import Rates
 from tuner.timing.topology import Links, Span, group_span
 from tuner.timing.units import SCOPES, UnitKernels
@@ -106,12 +106,9 @@ def pass_seconds(
     around: Surroundings,
     machine: Machine,
     moved_bytes: float = 0.0,
-    moved_share: float = 1.0,
 ) -> Seconds:
-    """Seconds of one pass by part, `[PARTS]`.
-
-    Of such units `moved_share` move `moved_bytes` of activations to the host or back.
-    """
+    """Seconds of one pass by part, `[PARTS]`; it moves `moved_bytes` of activations to the host or
+    back."""
     log = unit.forward if forward else unit.backward
     plan, rates = _plan(Same(unit), forward, around), machine.rates
     gaps = plan.graphed * rates.graph_gap_s + (plan.launched - plan.graphed) * rates.kernel_gap_s
@@ -124,9 +121,9 @@ def pass_seconds(
         seconds = _exposed(exchange, device, candidate, around, machine)
         parts["recompute" if exchange.repeated else exchange.part] += seconds
     if moved_bytes:
-        moved = moved_bytes / host_bytes_per_s(machine.gpu, rates)
-        waited = transfer_wait(moved, sum(parts.values()), rates)
-        parts["offload"] = moved_share * float(waited)
+        parts["offload"] = float(
+            transfer_wait(moved_bytes, sum(parts.values()), machine.gpu, rates)
+        )
     host = (
         plan.launches * rates.host_kernel_s
         + plan.experts * rates.host_expert_s

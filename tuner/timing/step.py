@@ -91,9 +91,8 @@ class TimeTable:
         units = [kernels.units[name] for name in self.units]
 
         def times(name: str, forward: bool) -> Seconds:
-            transfer = moved.of(name), moved.share
             unit = kernels.units[name]
-            return pass_seconds(unit, forward, candidate, around, self.machine, *transfer)
+            return pass_seconds(unit, forward, candidate, around, self.machine, moved.of(name))
 
         self._forward.append(np.stack([times(name, True) for name in self.units]))
         self._backward.append(np.stack([times(name, False) for name in self.units]))

@@ -139,7 +139,7 @@ def kernel_request(
     if dispatcher == "allgather":
         flat["moe_token_dispatcher_type"] = dispatcher
     flat["use_distributed_optimizer"] = True
-    flat = {name: value for name, value in flat.items() if name in _installed_fields()}
+    flat = {name: value for name, value in flat.items() if name in installed_fields()}
     if flat.get("recompute_granularity") == "full":
         flat |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     architecture, _ = reduced_model(model)
@@ -158,7 +158,7 @@ def kernel_request(
 
 
 @lru_cache(maxsize=1)
-def _installed_fields() -> frozenset[str]:
+def installed_fields() -> frozenset[str]:
     """Fields of a candidate or of the installed Megatron-Core; others come from other versions."""
     from importlib.metadata import version
 

@@ -8,6 +8,7 @@ import pytest
 from tuner.errors import InputError
 from tuner.timing.calibration import NAMES, Calibration, starting_rates
 from tuner.timing.fitting import fit, prediction_spread, refine
+from tuner.timing.rates import spreads
 
 WORK = np.random.default_rng(1).uniform(0.2, 2.0, (40, 2))
 
@@ -92,3 +93,15 @@ def test_other_files_are_refused_by_name(tmp_path, text):
     path.write_text(text)
     with pytest.raises(InputError, match=r"other\.json"):
         Calibration.load(path)
+
+
+def test_a_file_whose_correlations_contradict_each_other_gives_no_negative_variance() -> None:
+    document = Calibration.prior("h100", "bf16", starting_rates()).to_json()
+    document["correlations"] = {
+        "gemm half_gemm": 0.9,
+        "gemm memory": 0.9,
+        "half_gemm memory": -0.9,
+    }
+    covariance = Calibration.from_json(document).covariance
+    assert np.linalg.eigvalsh(covariance).min() > -1e-12
+    np.testing.assert_allclose(np.diag(covariance), np.array(list(spreads().values())) ** 2)

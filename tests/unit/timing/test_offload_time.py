@@ -27,10 +27,12 @@ def parts_of(timed: TimeRun, rates=RATES, **settings) -> dict[str, float]:
     return dict(zip(BREAKDOWN, times.parts[0].tolist(), strict=True))
 
 
-def test_a_transfer_that_fits_beside_its_pass_costs_contention_alone() -> None:
-    waits = transfer_wait([0.0, 0.5, 1.7], [1.0, 1.0, 1.0], RATES)
-    hidden = 0.7 * RATES.contention
-    np.testing.assert_allclose(waits, [0.0, 0.5 * RATES.contention, 1.0 + hidden])
+def test_a_transfer_that_fits_beside_its_pass_costs_memory_bandwidth_alone() -> None:
+    gpu = run().gpu
+    link = host_bytes_per_s(gpu, RATES)
+    waits = transfer_wait([0.0, 0.5 * link, 1.9 * link], [1.0, 1.0, 1.0], gpu, RATES)
+    beside = link / gpu.memory_bandwidth_bytes_per_s
+    np.testing.assert_allclose(waits, [0.0, 0.5 * beside, 1.0 + 0.9 * beside])
 
 
 def test_transfers_of_the_host_optimizer_can_run_beside_it() -> None:
@@ -42,13 +44,13 @@ def test_transfers_of_the_host_optimizer_can_run_beside_it() -> None:
     assert host_update_s(gpu, slow_link, overlapped=True) > RATES.host_update_s
 
 
-def test_layers_that_offload_are_waited_for_in_proportion() -> None:
+def test_waits_for_layers_that_offload_grow_with_their_number() -> None:
     timed, slow = run(), replace(RATES, host_link=1e-4)
     assert parts_of(timed, slow)["offload"] == 0.0
     some = parts_of(timed, slow, cpu_offloading=True, cpu_offloading_num_layers=1)["offload"]
     more = parts_of(timed, slow, cpu_offloading=True, cpu_offloading_num_layers=2)["offload"]
     assert some > 0.0
-    assert more == pytest.approx(2 * some)
+    assert more == pytest.approx(2 * some, rel=0.01)
 
 
 def test_more_modules_offloaded_are_longer_waited_for() -> None:

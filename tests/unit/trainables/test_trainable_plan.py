@@ -81,6 +81,12 @@ def test_a_yarn_setting_becomes_an_attribute_of_the_configuration() -> None:
     assert plan.transformer_config().yarn_mscale == 1.5
 
 
+def test_yarn_settings_that_a_model_leaves_open_are_there() -> None:
+    plan = plan_of(position_embedding_type="yarn", yarn_mscale_all_dim=2.0)
+    config = plan.transformer_config()
+    assert (config.yarn_mscale, config.yarn_mscale_all_dim) == (None, 2.0)
+
+
 @pytest.mark.parametrize(("tensor", "padded"), [(1, 1024), (2, 1024), (4, 1024)])
 def test_the_vocabulary_is_padded_to_the_tensor_parallel_size(tensor: int, padded: int) -> None:
     assert plan_of(tensor_model_parallel_size=tensor).vocab_size == padded
@@ -238,3 +244,9 @@ def test_latent_attention_uses_its_own_configuration() -> None:
     config = plan_of(multi_latent_attention=True, kv_lora_rank=16).transformer_config()
     assert type(config).__name__ == "MLATransformerConfig"
     assert config.kv_lora_rank == 16
+
+
+@pytest.mark.parametrize(("bias", "fused"), [(True, False), (False, True)])
+def test_dropout_is_fused_unless_experts_have_a_bias(bias: bool, fused: bool) -> None:
+    plan = plan_of(num_moe_experts=2, add_bias_linear=bias)
+    assert plan.transformer["bias_dropout_fusion"] is fused

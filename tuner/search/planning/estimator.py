@@ -178,23 +178,22 @@ class SpaceEstimator:
         import numpy as np
 
         code, values = combined(block, _OFFLOAD, len(tensor))
-        share, moving, moved = (np.zeros(len(tensor)) for _ in range(3))
+        share, moved = np.zeros(len(tensor)), np.zeros(len(tensor))
         layers = self.place.model.num_layers
         for number, (by_layers, count, modules) in enumerate(values):
             rows = code == number
             if by_layers:
                 # Two layers' activations stay on the device: one is used, one is on its way.
                 share[rows] = max(0.0, (int(count or 0) - 2) / layers)
-                moving[rows], moved[rows] = min(1.0, int(count or 0) / layers), 1.0
+                moved[rows] = min(1.0, int(count or 0) / layers)
             elif modules:
-                moving[rows] = 1.0
                 for size in np.unique(tensor[rows]):
                     some = rows & (tensor == size)
                     share[some] = moved[some] = self.share_offloaded(int(size), modules)
         code, values = combined(block, (_FRACTION, _BESIDE), len(tensor))
         fraction = np.array([float(value or 0.0) for value, _ in values])[code]
         beside = np.array([bool(value) for _, value in values])[code]
-        return Offload(share, moving, moved, fraction, beside)
+        return Offload(share, moved, fraction, beside)
 
     def share_offloaded(self, tensor: int, modules: Any) -> float:
         """The share of a layer's saved bytes that offload of these modules takes off the device.

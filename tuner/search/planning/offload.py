@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.constraints.view import UNSET
 from tuner.search.enumeration import ValidCandidates
 from tuner.search.planning.workplace import Workplace
-from tuner.timing.offload import host_bytes_per_s, host_update_s, transfer_wait
+from tuner.timing.offload import host_update_s, transfer_wait
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,13 +50,12 @@ class Passes:
 class Offload:
     """Offload of candidates, arrays `[row]`.
 
-    `share` is the part of the layers' saved bytes that leaves the device. Of the layers, `layers`
-    move the part `moved` of what each saves. `fraction` is the part of the optimizer's state that
+    `share` is the part of the layers' saved bytes that is off the device at the peak, `moved` the
+    part that is moved at all. `fraction` is the part of the optimizer's state that
     is on the host, whose transfers `overlapped` says run beside the updates.
     """
 
     share: Values
-    layers: Values
     moved: Values
     fraction: Values
     overlapped: NDArray[np.bool_]
@@ -67,7 +66,7 @@ class Offload:
         import numpy as np
 
         none = np.zeros(rows)
-        return cls(none, none, none, none, np.zeros(rows, dtype=bool))
+        return cls(none, none, none, np.zeros(rows, dtype=bool))
 
     def at(self, rows: Any) -> Offload:
         """Of these rows alone."""
@@ -77,7 +76,6 @@ class Offload:
         """Both, of which one or the other moves nothing."""
         return Offload(
             self.share + other.share,
-            self.layers + other.layers,
             self.moved + other.moved,
             self.fraction + other.fraction,
             self.overlapped | other.overlapped,
@@ -106,10 +104,10 @@ class Offload:
         import numpy as np
 
         gpu, rates = place.gpu, place.rates
-        moved = self.moved * passes.layer_bytes / host_bytes_per_s(gpu, rates)
+        moved = self.moved * passes.layer_bytes
         layer = passes.compute_s / passes.microbatches / passes.layers
-        waits = transfer_wait(moved, layer / 3, rates) + transfer_wait(moved, layer * 2 / 3, rates)
-        waits = waits * self.layers * passes.layers * passes.microbatches
+        waits = sum(transfer_wait(moved, layer * part, gpu, rates) for part in (1 / 3, 2 / 3))
+        waits = waits * passes.layers * passes.microbatches
         update = np.where(
             self.overlapped,
             host_update_s(gpu, rates, overlapped=True),
