@@ -10,11 +10,13 @@ from typing import Any
 
 from tuner.diagnose.log import Line, Log
 
-_ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+)\s*\|(.*)")
-_STEP_TIME = re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)")
+_ITERATION = re.compile(r"\biteration\s+(\d{1,12})\s*/\s*(\d{1,12})\s*\|(.*)")
+_STEP_TIME = re.compile(r"elapsed time per iteration \(ms\):\s*(\d{1,12}(?:\.\d+)?)")
 _DONE = re.compile(r"\[after training is done\]|training (?:is )?(?:done|finished|complete)", re.I)
 _MEMORY = re.compile(
-    r"\[Rank (\d+)\].*?memory \((MB|GB)\).*?max[ -]allocated(?:-gigabytes)?:\s*([\d.]+)", re.I
+    r"\[Rank (\d{1,9})\].*?memory \((MB|GB)\).*?max[ -]allocated(?:-gigabytes)?:\s*"
+    r"(\d{1,12}(?:\.\d+)?)",
+    re.I,
 )
 _ENVIRONMENT = re.compile(
     r"(?:^|[\s'\"])((?:PYTORCH|NCCL|NVTE|CUDA|TORCH|NVSHMEM)_[A-Z0-9_]+)[=:]\s?['\"]?([^\s'\",;]+)"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 _UNITS = {"bytes": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 2**10, "mb": 2**20, "gb": 2**30}
-_SIZE = r"(\d+(?:\.\d+)?)\s*(bytes|[KMGT]i?B|B)"
+_SIZE = r"(\d{1,15}(?:\.\d+)?)\s*(bytes|[KMGT]i?B|B)"
 OUT_OF_MEMORY = re.compile(
     r"(?:CUDA|HIP) out of memory\.? ?\(?Tried to allocate"
     r"|OutOfMemoryError: (?:CUDA|HIP) out of memory"
@@ -27,7 +27,7 @@ _PATTERNS = {
     "limit": re.compile(rf"{_SIZE} allowed"),
 }
 _OTHER_PROCESS = re.compile(rf"Process \d+ has {_SIZE} memory in use")
-_GPU = re.compile(r"GPU (\d+)")
+_GPU = re.compile(r"GPU (\d{1,9})")
 
 _FRAGMENTED_SHARE = 0.04
 """Share of the device that unused reserved memory must reach to be worth an allocator setting."""

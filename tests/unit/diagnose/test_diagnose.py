@@ -128,3 +128,17 @@ def test_a_long_log_is_read_in_reasonable_time() -> None:
     found = diagnose(text, mcore="0.19")
     assert found.iterations == 19_999
     assert time.process_time() - started < 60
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        " iteration 5/ 100 | elapsed time per iteration (ms): 2411....... | lm loss: 1.0E+01 |",
+        f" iteration {'9' * 3000}/ 100 | elapsed time per iteration (ms): {'9' * 900} |",
+        "[Rank 0] (after 2 iterations) memory (MB) | max allocated: ... | max reserved: 1..2",
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {'9' * 400}.00 GiB.",
+        f"[Rank {'7' * 40}] memory (MB) | allocated: 1 | max allocated: 12.5 |",
+    ],
+)
+def test_numbers_that_are_none_are_passed_over(line) -> None:
+    diagnose(line, mcore="0.16.1")
