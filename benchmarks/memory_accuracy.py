@@ -306,7 +306,8 @@ def write_table(page: Path, rows: Sequence[Mapping[str, Any]], document: Mapping
     table, _, after = rest.partition(TABLE_END)
     head = len(_TABLE_HEAD)
     lines = {line.split("|")[1].strip(): line for line in table.strip().splitlines()[head:]}
-    lines |= {source: _table_line(source, rows, document) for source in map(source_of, rows)}
+    compared = document["memory"]["by_source"]
+    lines |= {source: _table_line(source, rows, document) for source in compared}
     body = "\n".join(["", "", *_TABLE_HEAD, *(lines[name] for name in sorted(lines)), "", ""])
     page.write_text(before + TABLE_START + body + TABLE_END + after, encoding="utf-8")
 
@@ -314,7 +315,7 @@ def write_table(page: Path, rows: Sequence[Mapping[str, Any]], document: Mapping
 def _table_line(source: str, rows: Sequence[Mapping[str, Any]], document: Mapping[str, Any]) -> str:
     own = {row["id"] for row in rows if source_of(row) == source}
     memory = document["memory"]
-    peaks = memory["by_source"].get(source, {"n": 0})
+    peaks = memory["by_source"][source]
     static = memory["static"]["by_source"].get(source, {})
     errors = [peaks.get(f"{name}_abs_err") for name in ("median", "mean", "p90", "max")]
     shown = ["" if e is None else f"{e:.2%}" for e in (*errors, static.get("median_abs_err"))]

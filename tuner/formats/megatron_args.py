@@ -42,8 +42,9 @@ def _fields(settings: Settings) -> dict[str, Any]:
         fields.setdefault(settings.precision, True)
     if settings.model:
         positions = fields.get(_NEEDED_POSITIONS) or fields.get("seq_length")
-        if positions is not None:
-            fields[_NEEDED_POSITIONS] = max(positions, fields.get("seq_length") or 0)
+        if isinstance(positions, int):
+            length = fields.get("seq_length")
+            fields[_NEEDED_POSITIONS] = max(positions, length if isinstance(length, int) else 0)
     return fields
 
 

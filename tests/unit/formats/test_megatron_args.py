@@ -94,3 +94,10 @@ def test_the_export_of_a_script_is_the_same_run() -> None:
     assert Candidate.from_flat(again["config"]) == Candidate.from_flat(document["config"])
     first, second = (ModelSpec.from_flat(one["model"], name="read") for one in (document, again))
     assert first == second
+
+
+@pytest.mark.parametrize("config", [{"seq_length": "long"}, {"max_position_embeddings": "many"}])
+def test_sizes_that_are_no_numbers_are_written_as_they_stand(config) -> None:
+    document = {"model": "llama3-8b", "world_size": 8, "config": config}
+    written = export_document(document, "megatron-args", mcore="0.16.1").text
+    assert str(next(iter(config.values()))) in written

@@ -9,8 +9,10 @@ import pytest
 from tuner.candidate import Candidate
 from tuner.errors import InputError
 from tuner.memory import DryRun, dry_run
+from tuner.memory.composition import ProfileSource, StepProfile
 from tuner.memory.composition.kinds import layer_kinds, profile_model
-from tuner.models import ModelSpec, count_parameters
+from tuner.memory.composition.measure import profile_task, profiles_of
+from tuner.models import ModelSpec, count_parameters, get_model
 
 _LENGTH = 256
 _HYBRID = {
@@ -134,3 +136,13 @@ def test_a_profile_holds_layers_of_linear_and_of_full_attention() -> None:
     architecture, _, layers = profile_model(model, kinds, {})
     assert layers == ("experts",) * 2 + ("experts linear",) * 2
     assert ModelSpec.from_flat(architecture).linear_attention_freq == (0, 0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-20b", "glm4.5-air", "mixtral-8x7b", "nemotron4-15b", "qwen2.5-7b"]
+)
+def test_layers_of_catalogue_models_are_profiled(name: str) -> None:
+    """As Megatron-Core is set up without a recipe: YaRN, experts with bias, squared ReLU, ..."""
+    (profile,) = profiles_of([profile_task(get_model(name), Candidate(), ProfileSource(_LENGTH))])
+    assert isinstance(profile, StepProfile)
+    assert all(profile.units[kind].forward_change > 0 for kind in layer_kinds(get_model(name), {}))
