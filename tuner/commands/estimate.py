@@ -36,7 +36,7 @@ def run_estimate(
     if jsonl is not None and timeline is not None:
         raise InputError("is of one configuration", field="--timeline", fix="give a CONFIG file")
     if jsonl is not None:
-        return _estimate_lines(jsonl, method)
+        return _estimate_lines(jsonl, method, run or {})
     assert config is not None
     where, run = str(config), run or {}
     given = completed(read_document(config, mcore=mcore_version()), run)
@@ -150,7 +150,7 @@ def write_timeline(
     write_json_atomically(path, trace)
 
 
-def _estimate_lines(path: Path, method: str) -> int:
+def _estimate_lines(path: Path, method: str, run: Mapping[str, Any]) -> int:
     """One JSON answer per input line, in order; a line that cannot be estimated says why."""
     everything_fits = True
     for number, line in numbered_lines(path):
@@ -159,15 +159,25 @@ def _estimate_lines(path: Path, method: str) -> int:
             document = json.loads(line)
             if not isinstance(document, dict):
                 raise InputError("is not a JSON object", where=where)
-            given = expand(document, mcore=mcore_version(), where=where, base=path.parent)
-            document = expand(
-                document, mcore=mcore_version(), where=where, base=path.parent, effective=True
+            given, document = (
+                completed(
+                    expand(
+                        document,
+                        mcore=mcore_version(),
+                        where=where,
+                        base=path.parent,
+                        effective=effective,
+                    ),
+                    run,
+                )
+                for effective in (False, True)
             )
             answer = judged_estimate(
                 document, given, where=where, base_folder=path.parent, method=method
             )
         except (ValueError, RecursionError) as error:
-            answer = {"fits": False, "input_error": str(error)}
+            message = str(error) if isinstance(error, InputError) else f"{where}: {error}"
+            answer = {"fits": False, "input_error": message}
         everything_fits &= bool(answer["fits"])
         print(json.dumps(answer, default=str), flush=True)
     return 0 if everything_fits else 1

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.commands.output import console, print_json, working
+from tuner.configuration import mcore_version
 from tuner.errors import InputError
 
 if TYPE_CHECKING:
@@ -152,7 +153,11 @@ def _start(candidate: Candidate, place: Workplace, checker: ValidityChecker) -> 
 
     (found,) = Scales(SpaceEstimator(place), checker).figures([candidate])
     broken = [violation.to_json() for violation in checker.errors(candidate)]
-    known = {"config": candidate.to_flat(), "valid": not broken, "violations": broken}
+    known = {
+        "config": candidate.to_flat(mcore=mcore_version()),
+        "valid": not broken,
+        "violations": broken,
+    }
     if isinstance(found, str):
         return {**known, "fits": None, "reason": found}
     return {
@@ -184,7 +189,7 @@ def _document(one: Ranked, place: Workplace, confirmed: Mapping[str, Any] | None
     rate = flops / per_gpu_s
     peak = place.gpu.peak_flops.get("bf16")
     return {
-        "config": one.candidate.to_flat(),
+        "config": one.candidate.to_flat(mcore=mcore_version()),
         "estimate": {
             "step_time_s": one.step_time_s,
             "tokens_per_s_per_gpu": tokens / per_gpu_s,

@@ -233,7 +233,16 @@ def convert(known: Field, value: Any) -> Any:
     try:
         return _convert(kind, value)
     except ValueError:
-        raise InputError(f"{value!r} is not of kind {kind}", field=known.name) from None
+        unknown = "$" in str(value)
+        raise InputError(
+            f"the script does not say what {value!r} is"
+            if unknown
+            else f"{value!r} is not of kind {kind}",
+            field=known.name,
+            fix="write the value in its place, or set the variable by a plain NAME=VALUE"
+            if unknown
+            else "",
+        ) from None
 
 
 def _convert(kind: str, value: Any) -> Any:

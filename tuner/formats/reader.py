@@ -51,6 +51,12 @@ def read_configuration(
 ) -> dict[str, Any]:
     """The configuration in a text of any of the forms. Raises InputError where it is none."""
     mapping = _yaml_mapping(text, where)
+    if mapping is not None and {"model_type", "architectures"}.intersection(mapping):
+        raise InputError(
+            "is a model's config.json of Hugging Face, not a configuration of a run",
+            where=where,
+            fix="name it in one: `model: {hf_config: PATH}`; `tuner plan PATH` takes it as it is",
+        )
     if mapping is not None:
         return bridge_document(read_nested(mapping)) if is_bridge_yaml(mapping) else mapping
     try:

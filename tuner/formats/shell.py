@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}?")
-_OPERATORS = frozenset((";", "&&", "||", "|", "&"))
+_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*|\d)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}?")
+_DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):?=([^}]*)\}")
+_ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
+_OPERATORS = frozenset((";", ";;", "&&", "||", "|", "&"))
+_SETTERS = frozenset(("export", "declare", "local", "readonly", "typeset", "let"))
+_CASE = re.compile(r"[^()$]+\)")
+_OPENERS = frozenset(("then", "else", "do", "{"))
 _MAX_DEPTH = 20
 _MAX_CHARACTERS = 1_000_000  # of a variable
 
@@ -95,7 +102,8 @@ def _split(text: str) -> list[str]:
 
 
 def _lexer(text: str) -> shlex.shlex:
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
+    text = _ARITHMETIC.sub(lambda found: re.sub(r"\s+", "", found[0]), text)
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";")
     lexer.whitespace_split = True
     lexer.commenters = "#" if _has_comment(text) else ""
     return lexer
@@ -107,13 +115,27 @@ def _has_comment(text: str) -> bool:
 
 def _read_line(line: str, script: Script) -> None:
     words = _split(line)
-    if words[:1] == ["export"] or words[:1] == ["declare"] or words[:1] == ["local"]:
-        exported, words = words[0] == "export", words[1:]
-    else:
-        exported = False
+    if words[:1] and words[0] in _SETTERS and len(words) > 1 and _array_start(words[1]):
+        words = words[1:]
     if words and _array_start(words[0]):
         _read_array(words, script)
         return
+    command: list[str] = []
+    for word in [*words, ";"]:
+        if word not in _OPERATORS:
+            command.append(word)
+        elif command:
+            _read_command(command, script)
+            command = []
+
+
+def _read_command(words: Sequence[str], script: Script) -> None:
+    """One command, or the variables that it sets."""
+    while words and (words[0] in _OPENERS or _CASE.fullmatch(words[0])):
+        words = words[1:]
+    exported = words[:1] == ["export"]
+    if words and words[0] in _SETTERS:
+        words = [word for word in words[1:] if not word.startswith("-")]
     while words and (match := _ASSIGNMENT.fullmatch(words[0])):
         values = _expand_word(match[3], script)
         name = match[1]
@@ -125,8 +147,11 @@ def _read_line(line: str, script: Script) -> None:
         if exported or len(words) > 1:
             script.env[name] = joined
         words = words[1:]
+    for word in words:
+        for name, value in _DEFAULT.findall(word):  # as in `: ${TP:=2}`
+            script.variables.setdefault(name, _expand_word(value, script))
     if words:
-        _read_command(words, script)
+        script.commands.append([part for word in words for part in _expand_word(word, script)])
 
 
 def _read_array(words: Sequence[str], script: Script) -> None:
@@ -141,19 +166,9 @@ def _read_array(words: Sequence[str], script: Script) -> None:
     script.variables[match[1]] = before + values
 
 
-def _read_command(words: Sequence[str], script: Script) -> None:
-    command: list[str] = []
-    for word in words:
-        if word in _OPERATORS:
-            script.commands.append(command)
-            command = []
-            continue
-        command += _expand_word(word, script)
-    script.commands.append(command)
-
-
 def _expand_word(word: str, script: Script, depth: int = 0) -> list[str]:
     """A word with variables put in; one that is a variable alone may become several words."""
+    word = _ARITHMETIC.sub(lambda found: _computed(found, script), word)
     whole = _REFERENCE.fullmatch(word)
     if whole is not None and depth < _MAX_DEPTH:
         known = script.variables.get(whole[1])
@@ -168,3 +183,44 @@ def _expand_word(word: str, script: Script, depth: int = 0) -> list[str]:
         return match[2] if match[2] is not None else match[0]
 
     return [_REFERENCE.sub(value, word)]
+
+
+def _computed(found: re.Match[str], script: Script) -> str:
+    """The value of `$((...))` on whole numbers; the text itself where it has none here."""
+
+    def number(match: re.Match[str]) -> str:
+        known = script.variables.get(match[1], [match[2] or ""])
+        return known[0] if len(known) == 1 and re.fullmatch(r"\d{1,12}", known[0]) else "?"
+
+    text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)(?::-(\d+))?\}?", number, found[1])
+    if not re.fullmatch(r"[\d+\-*/%() ]{1,200}", text) or "**" in text:
+        return found[0]
+    try:
+        return str(_value(ast.parse(text.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return found[0]
+
+
+_OPERATIONS: Mapping[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda one, other: _quotient(one, other),
+    ast.Mod: lambda one, other: one - other * _quotient(one, other),
+}
+
+
+def _quotient(one: int, other: int) -> int:
+    """Bash rounds towards zero."""
+    size = abs(one) // abs(other)
+    return size if (one < 0) == (other < 0) else -size
+
+
+def _value(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError("is no arithmetic on whole numbers")

@@ -7,3 +7,7 @@ from tuner.errors import InputError
 
 class UnsupportedError(InputError):
     """A combination the memory model does not cover; `field` names the setting in the way."""
+
+
+REFUSED = "Megatron-Core refuses it"
+"""How a message starts that is Megatron-Core's own."""

@@ -103,9 +103,11 @@ def _refusal(error: BaseException) -> str:
     """What the error says, and that it is Megatron-Core who says it where that is so."""
     import traceback
 
+    from tuner.memory.errors import REFUSED
+
     says = str(error) or _place(error)
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return f"Megatron-Core refuses it: {says}" if "megatron" in raised_in.parts else says
+    return f"{REFUSED}: {says}" if "megatron" in raised_in.parts else says
 
 
 def _place(error: BaseException) -> str:

@@ -278,7 +278,8 @@ class Composer:
             return {}, {}
         first = names[0] == EMBEDDING
         layers = [name for name in names if name not in (EMBEDDING, MTP, HEAD)]
-        way = journey(len(layers), self.pipeline.offloaded, self.table.te_version)
+        offloaded = min(self.pipeline.offloaded, len(layers))
+        way = journey(len(layers), offloaded, self.table.te_version)
         moved = [self.table.unit(name, "offloaded", self.rows) for name in layers]
         gone = {at + first: moved[layer] for at, layer in way.gone_after.items()}
         back = {at + first: moved[layer] for at, layer in way.back_before.items()}

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 from tuner.candidate import Candidate
+from tuner.memory.errors import REFUSED
 from tuner.search.guide import ALLOCATOR
 from tuner.search.planning.front import Ranked
 from tuner.search.planning.plan import Plan
@@ -78,7 +79,7 @@ def confirm_plan(
             for one, answer in zip(batch, found, strict=True):
                 answers[one.candidate.key] = answer
                 fitting += answer["fits"] is True
-                if answer["fits"] is False:
+                if answer["fits"] is False and "memory_fit" in answer:
                     room.note(one, answer)
 
     def stays(one: Ranked) -> bool:
@@ -139,7 +140,8 @@ def document_of(candidate: Candidate, place: Workplace) -> dict[str, Any]:
 def confirm(candidate: Candidate, place: Workplace, estimate: Estimate) -> dict[str, Any]:
     """What a full dry run says of a candidate: whether it fits, and its peaks in bytes.
 
-    Where it cannot be dry-run, `fits` is None and `reason` says why. Answers are read from disk
+    Where it cannot be dry-run, `fits` is None, or False if Megatron-Core itself refuses it, and
+    `reason` says why. Answers are read from disk
     where the same software gave them before.
     """
     from tuner.errors import InputError
@@ -160,7 +162,8 @@ def confirm(candidate: Candidate, place: Workplace, estimate: Estimate) -> dict[
     try:
         found = _fullest_answer(document, ranks, estimate)
     except InputError as error:
-        found = {"fits": None, "reason": str(error)}
+        refused = REFUSED in str(error)
+        found = {"fits": False if refused else None, "reason": str(error)}
     folder.mkdir(parents=True, exist_ok=True)
     write_json_atomically(path, found)
     return found

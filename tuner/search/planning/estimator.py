@@ -84,10 +84,20 @@ class BlockEstimates:
 
 
 class SpaceEstimator:
-    """Estimates blocks of candidates of one space: `needed`, `measure`, then `estimate`."""
+    """Estimates blocks of candidates of one space: `needed`, `measure`, then `estimate`.
 
-    def __init__(self, place: Workplace, *, workers: int | None = None) -> None:
-        self.place = place
+    `added` are the fields whose effect is added to what is composed without them (`effects` of the
+    whole space); without it each block decides by its own values.
+    """
+
+    def __init__(
+        self,
+        place: Workplace,
+        *,
+        workers: int | None = None,
+        added: frozenset[str] | None = None,
+    ) -> None:
+        self.place, self._added = place, added
         architecture = place.gpu.architecture
         self.memory = MemoryBook(place.model, place.profile_source, workers)
         self.time = TimeBook(
@@ -134,7 +144,9 @@ class SpaceEstimator:
     def index(self, block: ValidCandidates) -> Index:
         """The settings and pipelines of a block."""
         columns = block.columns()
-        left_out = effects({n: block.values.get(n, (value,)) for n, value in columns.items()})
+        left_out = self._added
+        if left_out is None:
+            left_out = effects({n: block.values.get(n, (value,)) for n, value in columns.items()})
         columns = {
             name: column
             for name, column in columns.items()
@@ -153,13 +165,13 @@ class SpaceEstimator:
 
         plain = PlainBlock(self, block)
         tensor = plain.tensor_sizes[plain.index.setting]
-        offload = self.offload_of(block, tensor)
+        offload = self.offload_of(block, tensor).where(plain.keeps)
         memory = plain.held(slice(None), offload)
         total = memory.sum(axis=1)
         limit = self.limits(block, plain)
         rows = np.flatnonzero(total <= limit + beyond_bytes)
         passes = plain.passes(rows)
-        extra = offload.at(rows).added(passes, plain.parts[plain.pair[rows], 2], self.place)
+        extra = offload.at(rows).added(passes, plain.updated[plain.pair[rows]], self.place)
         seconds = np.full(len(block), np.nan)
         spent = np.full((len(block), len(TIME_PARTS)), np.nan)
         seconds[rows] = passes.step_s + sum(extra)

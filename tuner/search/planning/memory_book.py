@@ -79,8 +79,9 @@ class MemoryBook:
 
     def prepare(self, settings: Sequence[Candidate]) -> list[Candidate]:
         """The anchors of these settings and of the same without recomputation, unmeasured ones."""
-        self.recipes = recipes([*settings, *map(without_recompute, settings)])
-        return [a for a in needed_anchors(self.recipes.values()) if a not in self._measured]
+        found = recipes([*settings, *map(without_recompute, settings)])
+        self.recipes |= found  # what was prepared before is still asked for
+        return [a for a in needed_anchors(found.values()) if a not in self._measured]
 
     def profiles(self, index: Index) -> Profiles:
         """The profiles of an index's settings, and of the same without recomputation."""

@@ -7,7 +7,7 @@ the rest is the arithmetic of `tuner.timing.offload`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tuner.constraints.view import UNSET
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     Values = NDArray[np.float64]
     Rows = NDArray[np.int64]
-
-_STATE_BYTES = 12  # of Adam's moments and master weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +79,10 @@ class Offload:
             self.overlapped | other.overlapped,
         )
 
+    def where(self, keeps: Values) -> Offload:
+        """The same, without activations where layers do not keep any (0 in `keeps`, else 1)."""
+        return replace(self, share=self.share * keeps, moved=self.moved * keeps)
+
     def remaining(self, parts: Values, step_bytes: Values) -> Values:
         """What stays on the device of bytes by part `[row, part]` (`MEMORY_PARTS`).
 
@@ -95,10 +97,10 @@ class Offload:
         )
         return kept
 
-    def added(self, passes: Passes, state_bytes: Values, place: Workplace) -> tuple[Values, Values]:
+    def added(self, passes: Passes, parameters: Values, place: Workplace) -> tuple[Values, Values]:
         """Seconds that each step waits for activations, and that the host's optimizer takes.
 
-        `state_bytes` is the optimizer state of a rank. A third of what a layer computes is its
+        A rank updates `parameters`. A third of what a layer computes is its
         forward pass.
         """
         import numpy as np
@@ -113,7 +115,7 @@ class Offload:
             host_update_s(gpu, rates, overlapped=True),
             host_update_s(gpu, rates),
         )
-        return waits, self.fraction * state_bytes / _STATE_BYTES * update
+        return waits, self.fraction * parameters * update
 
 
 def combined(

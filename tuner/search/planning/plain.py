@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
     Values = NDArray[np.float64]
     Rows = NDArray[np.int64]
+
+
+_OPTIMIZER = MEMORY_PARTS.index("optimizer")
 
 
 class PlainBlock:
@@ -59,6 +63,28 @@ class PlainBlock:
         parts = np.stack([found.parts[name] for name in MEMORY_PARTS], axis=1).astype(np.float64)
         parts[found.problem >= 0] = np.nan
         return parts
+
+    @cached_property
+    def updated(self) -> Values:
+        """Parameters whose optimizer state a rank of the fullest stage holds, `[pair]`."""
+        import numpy as np
+
+        memory = self._estimator.memory
+        profiles = map(memory.profile, self.index.settings)
+        each = np.array(
+            [np.nan if isinstance(p, InputError) else p.state_bytes_per_parameter for p in profiles]
+        )
+        result: Values = self.parts[:, _OPTIMIZER] / each[self.index.setting[self._example]]
+        return result
+
+    @cached_property
+    def keeps(self) -> Values:
+        """1 where layers keep what they compute, and so may offload it, 0 under full
+        recomputation, `[row]`."""
+        import numpy as np
+
+        full = [p.recompute is not None for p in self.index.pipelines]
+        return 1.0 - np.array([*full, False], dtype=float)[self.index.pipeline]
 
     @cached_property
     def step_bytes(self) -> Values:
@@ -183,7 +209,11 @@ class PlainBlock:
         keys = grid[index.setting[rows]] * (len(shape) + 1)
         keys = keys + np.where(index.pipeline[rows] < 0, 0, shape[index.pipeline[rows]] + 1)
         _, example, number = np.unique(keys, return_index=True, return_inverse=True)
-        return number, [self._block.candidate(row) for row in rows[example].tolist()]
+        # An example stands for rows with and without an optimizer on the host, which is added.
+        return number, [
+            replace(self._block.candidate(row), optimizer_cpu_offload=False)
+            for row in rows[example].tolist()
+        ]
 
     @cached_property
     def _grids_and_shapes(self) -> tuple[Rows, Rows]:

@@ -58,7 +58,7 @@ def plan_space(
     again. Raises InputError where the space cannot be enumerated.
     """
     started = time.perf_counter()
-    estimator = SpaceEstimator(place, workers=workers)
+    estimator = SpaceEstimator(place, workers=workers, added=_effects_of(space))
     needed = estimator.needed(without_effects(space, checker))
     profiled = _measure(estimator, needed, progress)
     whole = WholeSpace(space, checker, requirements)
@@ -79,9 +79,7 @@ def plan_space(
 
 def without_effects(space: SearchSpace, checker: ValidityChecker) -> ValidCandidates:
     """The settings of the space, and the modules it may offload."""
-    values = {a.field: (*a.values, *((UNSET,) if a.when else ())) for a in space.axes}
-    added = effects({**{name: (value,) for name, value in space.fixed.items()}, **values})
-    left_out = _with_conditions(space, added)
+    left_out = _with_conditions(space, _effects_of(space))
     kept = [a for a in space.axes if a.field not in left_out and not a.field.startswith("env.")]
     fixed = {k: v for k, v in space.fixed.items() if k not in left_out and k != "env"}
     found = enumerate_space(SearchSpace(tuple(kept), fixed), checker)
@@ -89,6 +87,12 @@ def without_effects(space: SearchSpace, checker: ValidityChecker) -> ValidCandid
     if "offload_modules" in space.fixed:
         offered = {"offload_modules": [space.fixed["offload_modules"]]}
     return ValidCandidates({**found.values, **offered}, found.codes, found.fixed, found.enumerated)
+
+
+def _effects_of(space: SearchSpace) -> frozenset[str]:
+    """The fields of a space whose effect is added."""
+    values = {a.field: (*a.values, *((UNSET,) if a.when else ())) for a in space.axes}
+    return effects({**{name: (value,) for name, value in space.fixed.items()}, **values})
 
 
 def _with_conditions(space: SearchSpace, left_out: Collection[str]) -> set[str]:

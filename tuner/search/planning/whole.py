@@ -42,8 +42,6 @@ BEYOND_BYTES = 10 * 2**30
 _PAIRS = 1 << 19  # of heads and tails looked at together
 _FIRST_BATCH, _LARGEST_BATCH = 1 << 12, 1 << 16  # heads timed before it is asked which others to
 
-_OPTIMIZER = MEMORY_PARTS.index("optimizer")
-
 Progress = Callable[[str, int, int], None]
 """Told a stage of planning (such as "profiles"), how much of it is done, and of how much."""
 
@@ -207,7 +205,8 @@ class WholeSpace:
                 for value in (moved.share, moved.fraction)
             )
             most = replace(Offload.nothing(len(sizes)), share=share, fraction=fraction)
-            least = plain.held(every, own.and_also(most)).sum(axis=1)
+            most = own.and_also(most).where(plain.keeps)
+            least = plain.held(every, most).sum(axis=1)
             result = np.where(sizes == size, least, result)
         return result
 
@@ -301,8 +300,8 @@ class _Portion:
         at, tail = self._both(heads)
         memory, moved = self._memory(heads[at], tail)
         limit = self.limits[heads][at]
-        state = self.plain.parts[self.plain.pair[heads], _OPTIMIZER][at]
-        step = passes.step_s[at] + sum(moved.added(passes.at(at), state, estimator.place))
+        updated = self.plain.updated[self.plain.pair[heads]][at]
+        step = passes.step_s[at] + sum(moved.added(passes.at(at), updated, estimator.place))
         pairs = _Found(heads[at], self.tails.rows[tail], step, memory)
         fits, timed = memory <= limit, np.isfinite(step)
         self._count(tail, fits & timed, (fits & ~timed) | ~np.isfinite(memory), counts)
@@ -328,6 +327,7 @@ class _Portion:
     def _memory(self, heads: Rows, tail: Rows) -> tuple[Values, Offload]:
         """Bytes of each pair, and what it moves."""
         moved = self.own.at(heads).and_also(self.offload.at(self.tails.rows[tail]))
+        moved = moved.where(self.plain.keeps[heads])
         return self.plain.held(heads, moved).sum(axis=1), moved
 
     def _count(self, tail: Rows, feasible: Flags, unknown: Flags, counts: Counts) -> None:
@@ -359,10 +359,11 @@ class _Teller:
             head, tail = int(found.head[place]), int(found.tail[place])
             moved = self.offload[int(self.sizes[head])].at([tail])
             moved = self.own.at([head]).and_also(moved)
+            moved = moved.where(self.plain.keeps[[head]])
             pair = int(self.plain.pair[head])
             own = passes.at([int(np.searchsorted(heads, head))])
-            state = self.plain.parts[[pair], _OPTIMIZER]
-            spent = with_offload(own.spent, moved.added(own, state, self.place))[0].tolist()
+            updated = self.plain.updated[[pair]]
+            spent = with_offload(own.spent, moved.added(own, updated, self.place))[0].tolist()
             parts = self.plain.held([head], moved)[0].tolist()
             result.append(
                 Ranked(
