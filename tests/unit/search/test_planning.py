@@ -15,11 +15,13 @@ from tuner.job import find_job, load_job
 from tuner.models import ModelSpec
 from tuner.search.enumeration import enumerate_space
 from tuner.search.planning.estimator import SpaceEstimator
-from tuner.search.planning.plan import without_effects
+from tuner.search.planning.plan import plan_space, without_effects
+from tuner.search.planning.prior import ComposedEstimator
 from tuner.search.planning.whole import BEYOND_BYTES, WholeSpace
 from tuner.search.requirements import Requirements
 from tuner.search.space import parse_space
 from tuner.search.validity import ValidityChecker
+from tuner.timing.estimate import TimeRun
 
 MODEL = {
     "num_layers": 4,
@@ -164,3 +166,44 @@ def test_an_axis_that_depends_on_offload_is_enumerated_set_and_unset() -> None:
     found = without_effects(space, checker)
     for field, value in (("use_precision_aware_optimizer", True), ("exp_avg_dtype", "bf16")):
         assert {found.flat(row).get(field) for row in range(len(found))} == {None, value}
+
+
+def test_estimates_do_not_depend_on_what_else_is_estimated() -> None:
+    place = h100_node(MODEL, gpus=4, length=512, batch=32)
+    full = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    host = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+    aware = host | {"use_precision_aware_optimizer": True}
+    modules = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
+    candidates = [
+        Candidate.from_flat({"use_distributed_optimizer": True, **changes})
+        for changes in ({}, host, aware, full, full | aware, full | aware | modules)
+    ]
+    together = ComposedEstimator(place, workers=1)(candidates)
+    for number, one in enumerate(candidates):
+        alone = ComposedEstimator(place, workers=1)([one])
+        assert alone.step_time_s[0] == pytest.approx(together.step_time_s[number], rel=1e-3)
+        assert sum(alone.time_parts.values())[0] == pytest.approx(alone.step_time_s[0])
+    timed = TimeRun.of(
+        place.model, world_size=4, seq_length=512, global_batch_size=32, gpu="h100"
+    ).times(candidates, place.rates)
+    np.testing.assert_allclose(together.step_time_s, timed.step_s, rtol=0.02)
+    assert together.memory_bytes[5] == together.memory_bytes[4]  # nothing is kept to be offloaded
+
+
+def test_a_space_is_planned_where_only_offload_of_the_optimizer_is_wanted() -> None:
+    """All candidates left have fields that the space adds the effect of."""
+    fixed = {"use_distributed_optimizer": True}
+    space = parse_space({"axes": AXES, "fixed": fixed}, where="here")
+    run = {"bf16": True, "params_dtype": "bf16", "pipeline_dtype": "bf16"}
+    checker = ValidityChecker(
+        {**MODEL, **run, "seq_length": 512, "global_batch_size": 32}, world_size=4, mcore="0.16.1"
+    )
+    place = h100_node(MODEL, gpus=4, length=512, batch=32)
+    wanted = Requirements(forbid={"optimizer_cpu_offload": [False]})
+    found = plan_space(space, checker, place, wanted, workers=1)
+    assert found.best
+    assert all(one.candidate.optimizer_cpu_offload for one in found.best)
