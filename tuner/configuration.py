@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.errors import InputError
+from tuner.errors import InputError, one_line
 
 if TYPE_CHECKING:
     from tuner.models import ModelSpec
@@ -44,6 +45,23 @@ def full_configuration(
             raise InputError(str(error), where=where, field="model") from None
     run = {key: document[key] for key in _RUN_KEYS if document.get(key) is not None}
     return {**model, **_precision(document, model), **run, **_plain(config, where)}
+
+
+_DOCUMENT_KEYS = frozenset(
+    (*_RUN_KEYS, "model", "config", "precision", "frontend", "gpus_per_node", "te_version")
+)
+
+
+def misspelt_keys(document: Mapping[str, Any]) -> list[str]:
+    """What to say of keys beside `config` that are not read but look like one that is."""
+    if "config" not in document:
+        return []  # a flat configuration, whose fields the rules know
+    found = []
+    for key in document:
+        near = get_close_matches(str(key), _DOCUMENT_KEYS, n=1, cutoff=0.7)
+        if key not in _DOCUMENT_KEYS and near:
+            found.append(one_line(f"'{key}' is not read; did you mean '{near[0]}'?"))
+    return found
 
 
 def with_model(document: Mapping[str, Any], base_folder: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tuner.commands import estimate
+from tuner.configuration import misspelt_keys
 from tuner.errors import InputError
 from tuner.estimation import EstimateRequest
 
@@ -71,3 +72,9 @@ def test_lines_take_what_the_command_line_says_of_the_run(monkeypatch, tmp_path,
 
 
 FITS = {"fits": True}
+
+
+def test_a_key_that_looks_like_one_that_is_read_is_pointed_out() -> None:
+    written = {"model": "llama3-8b", "konfig": {}, "config": {}, "note": "mine", "id": 7}
+    assert misspelt_keys(written) == ["'konfig' is not read; did you mean 'config'?"]
+    assert misspelt_keys({"konfig": {}}) == []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tuner.commands.output import console, print_json
-from tuner.configuration import full_configuration, mcore_version
+from tuner.configuration import full_configuration, mcore_version, misspelt_keys
 from tuner.errors import InputError, nearest_name
 from tuner.files import read_text
 from tuner.formats.reader import expand, read_document
@@ -35,6 +36,7 @@ def run_check(
         return _check_lines(jsonl, mcore, frontend, fix=fix)
     assert config is not None
     document = read_document(config, mcore=mcore)
+    note_misspelt_keys(document, config)
     frontend = frontend or str(document.get("frontend") or DEFAULT_FRONTEND)
     _refuse_unknown_target(mcore, frontend)
     flat = full_configuration(document, mcore=mcore, where=str(config), base_folder=config.parent)
@@ -44,6 +46,12 @@ def run_check(
     else:
         _print_verdict(answer, str(config), mcore, frontend)
     return 0 if answer["valid"] else 1
+
+
+def note_misspelt_keys(document: Mapping[str, Any], path: Path) -> None:
+    """Say on standard error which keys of a document are passed over by a slip."""
+    for note in misspelt_keys(document):
+        print(f"tuner: {path}: {note}", file=sys.stderr)
 
 
 def _answer(flat: Mapping[str, Any], mcore: str, frontend: str, *, fix: bool) -> dict[str, Any]:

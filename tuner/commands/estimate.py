@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tuner.commands.check import DEFAULT_FRONTEND, numbered_lines
+from tuner.commands.check import DEFAULT_FRONTEND, note_misspelt_keys, numbered_lines
 from tuner.commands.output import console, print_json
 from tuner.configuration import completed, full_configuration, mcore_version, with_model
 from tuner.errors import InputError
@@ -40,6 +40,7 @@ def run_estimate(
     assert config is not None
     where, run = str(config), run or {}
     given = completed(read_document(config, mcore=mcore_version()), run)
+    note_misspelt_keys(given, config)
     document = completed(read_document(config, mcore=mcore_version(), effective=True), run)
     if timeline is not None:
         write_timeline(document, timeline, where=where, base_folder=config.parent)

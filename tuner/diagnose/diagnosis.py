@@ -68,6 +68,8 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         """The document of `tuner diagnose --format json`."""
         cause = self.cause.to_json() if self.cause is not None else _unknown()
+        if not self.lines:
+            cause |= {"title": "The log is empty", "explanation": "It has no line to read."}
         return {
             "outcome": self.outcome,
             **cause,

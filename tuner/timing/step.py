@@ -506,11 +506,15 @@ class Facts:
             reduces_beside=bool(extra.get("overlap_grad_reduce")),
             gathers_beside=bool(extra.get("overlap_param_gather")),
             fully_sharded=full and strategy in (None, "optim_grads_params"),
-            on_host=candidate.optimizer_offload_fraction
-            if candidate.optimizer_cpu_offload
-            else 0.0,
+            on_host=_on_host(candidate),
             overlaps_host=bool(extra.get("overlap_cpu_optimizer_d2h_h2d")),
         )
+
+
+def _on_host(candidate: Candidate) -> float:
+    """The share of the optimizer's state on the host; 0 for what is no number."""
+    share = candidate.optimizer_offload_fraction if candidate.optimizer_cpu_offload else 0.0
+    return min(1.0, max(0.0, share))
 
 
 def _left(seconds: Seconds, window_s: Seconds, rates: Rates) -> Seconds:

@@ -77,6 +77,8 @@ CASES = [
         },
     ),
     ("G39", {"pipeline_model_parallel_size": 2, "cuda_graph_impl": "local"}, "0.17.0", LM),
+    ("K06", {"gpu": "A100-SXM-80GB", "fp8": "hybrid"}),
+    ("K06", {"gpu": "h100", "fp8": "e4m3", "fp8_recipe": "mxfp8"}),
     ("B13", {"mixed_precision": "bf16_mixt"}, "0.16.1", BRIDGE),
     ("F20", {"mixed_precision": "bf16_with_nvfp4_mixed", "te_version": "2.5"}, "0.19.2", BRIDGE),
     (

@@ -53,7 +53,7 @@ def te_missing(c: Any) -> bool:
 def compute_capability(c: Any) -> int:
     """Major compute capability of the GPU: of the run, else of the machine, else Hopper's."""
     if c.gpu is not None:
-        return _CAPABILITY.get(str(c.gpu).lower(), 9)
+        return _CAPABILITY.get(str(c.gpu).lower().split("-")[0], 9)
     known = c.capabilities
     if known is not None and known.compute_capability is not None:
         return int(known.compute_capability[0])
@@ -160,6 +160,24 @@ def low_precision_needs_cuda(c: Any) -> str | None:
     """fp8 or fp4 on a machine without CUDA."""
     if _no_cuda(c) and (c.fp8 or c.fp4):
         return "fp8 and fp4 need a GPU, and this machine has none"
+    return None
+
+
+@rule(
+    "K06",
+    "transformer_engine/pytorch/quantization.py: check_fp8_support",
+    kind="advice",
+    fix=[{"fp8_recipe": "tensorwise"}, {"fp8": None, "fp4": None}],
+)
+def low_precision_suits_the_gpu(c: Any) -> str | None:
+    """fp8 or fp4 on a GPU named for the run that has no products of that kind."""
+    gpu = str(c.gpu or "").lower().split("-")[0]
+    if gpu not in _CAPABILITY:
+        return None
+    if gpu == "a100" and (c.fp8 or c.fp4):
+        return "Transformer Engine refuses fp8 below compute capability 8.9; A100 has 8.0"
+    if c.compute_capability < 10 and (c.fp4 or (c.fp8 and c.fp8_recipe == "mxfp8")):
+        return "Transformer Engine refuses mxfp8 and fp4 below compute capability 10 (Blackwell)"
     return None
 
 
