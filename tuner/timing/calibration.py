@@ -29,6 +29,9 @@ FORMAT = "tuner-calibration/1"
 NAMES = tuple(f.name for f in fields(Rates))
 """The parameters, in the order of vectors and matrices."""
 
+_LEAST_VARIANCE = 1e-4
+"""Of any combination of rates, where each has a variance of 1."""
+
 _SMALLEST = 1e-9
 """A rate of zero has no logarithm; this stands for it."""
 
@@ -185,11 +188,11 @@ def starting_rates() -> Rates:
 
 def _consistent(correlation: NDArray[np.float64]) -> NDArray[np.float64]:
     """The correlations without negative variances, which rounding and small ones left out of a
-    file can bring about."""
+    file can bring about; positive enough to be inverted by a fit that starts from them."""
     values, vectors = np.linalg.eigh(correlation)
-    if values.min() >= 0:
+    if values.min() >= _LEAST_VARIANCE:
         return correlation
-    repaired = (vectors * np.maximum(values, 0.0)) @ vectors.T
+    repaired = (vectors * np.maximum(values, _LEAST_VARIANCE)) @ vectors.T
     size = np.sqrt(np.diag(repaired))
     result: NDArray[np.float64] = repaired / np.outer(size, size)
     return result
