@@ -166,6 +166,10 @@ def _values_can_be_read(recorder: Recorder) -> Iterator[None]:
         yield
 
 
+_CAPTURE_CHECKS = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
+"""Of PyTorch's optimizers: a build for CUDA asks the driver, which need not be there."""
+
+
 @contextmanager
 def _cuda_is_there(recorder: Recorder, capability: tuple[int, int]) -> Iterator[None]:
     """Device questions of Megatron-Core and Transformer Engine, answered for one GPU."""
@@ -184,6 +188,14 @@ def _cuda_is_there(recorder: Recorder, capability: tuple[int, int]) -> Iterator[
             max_memory_allocated=lambda device=None: 0,
             is_current_stream_capturing=lambda: False,
             _lazy_init=lambda: None,
+        ),
+        replaced(
+            torch.optim.Optimizer,
+            **{
+                name: lambda self: None
+                for name in _CAPTURE_CHECKS
+                if hasattr(torch.optim.Optimizer, name)
+            },
         ),
         replaced(torch.cuda.nvtx, range_push=lambda message: 0, range_pop=lambda: 0),
         replaced(
