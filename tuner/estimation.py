@@ -242,6 +242,8 @@ def run_batch_size(request: EstimateRequest) -> int:
     if extra.get("defer_embedding_wgrad_compute"):
         limit = extra.get("wgrad_deferral_limit") or 0
         rounds = max(rounds, limit + round_size) if limit else request.global_batch_size
+    if _has_chunks(candidate):  # whose schedule takes whole rounds
+        rounds += -rounds % round_size
     return min(request.global_batch_size, step * rounds)
 
 

@@ -146,5 +146,18 @@ class TestRunBatch:
         config = {"pipeline_model_parallel_size": 4, "micro_batch_size": 1, **chunks}
         assert self.size(1024, config) == 4 * rounds
 
+    @pytest.mark.parametrize(("limit", "rounds"), [(22, 28), (6, 12), (0, 256)])
+    def test_interleaved_schedules_run_whole_rounds_where_gradients_are_deferred(
+        self, limit, rounds
+    ):
+        config = {
+            "pipeline_model_parallel_size": 4,
+            "virtual_pipeline_model_parallel_size": 2,
+            "micro_batch_size": 1,
+            "defer_embedding_wgrad_compute": True,
+            "wgrad_deferral_limit": limit,
+        }
+        assert self.size(1024, config) == 4 * rounds
+
     def test_without_a_pipeline_four_micro_batches_run(self):
         assert self.size(1024, {}) == 16 * 4
