@@ -32,6 +32,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from pages import between, put_between
+
 from tuner.errors import InputError
 from tuner.models import ModelSpec, count_parameters
 from tuner.validation.conversion import launch_of
@@ -302,14 +304,12 @@ _TABLE_HEAD = (
 
 def write_table(page: Path, rows: Sequence[Mapping[str, Any]], document: Mapping[str, Any]) -> None:
     """Put the errors of each measured source between the marks of a page, beside the others."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(TABLE_START)
-    table, _, after = rest.partition(TABLE_END)
-    head = len(_TABLE_HEAD)
-    lines = {line.split("|")[1].strip(): line for line in table.strip().splitlines()[head:]}
+    table = between(page, TABLE_START, TABLE_END).strip().splitlines()[len(_TABLE_HEAD) :]
+    lines = {line.split("|")[1].strip(): line for line in table}
     compared = document["memory"]["by_source"]
     lines |= {source: _table_line(source, rows, document) for source in compared}
-    body = "\n".join(["", "", *_TABLE_HEAD, *(lines[name] for name in sorted(lines)), "", ""])
-    page.write_text(before + TABLE_START + body + TABLE_END + after, encoding="utf-8")
+    ordered = [lines[name] for name in sorted(lines)]
+    put_between(page, TABLE_START, TABLE_END, [*_TABLE_HEAD, *ordered])
 
 
 def _table_line(source: str, rows: Sequence[Mapping[str, Any]], document: Mapping[str, Any]) -> str:

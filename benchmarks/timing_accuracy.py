@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pages import put_between
 
 from tuner.errors import InputError
 from tuner.models import ModelSpec, model_flops_per_step
@@ -392,10 +393,7 @@ def write_table(page: Path, accuracies: Mapping[str, Any]) -> None:
     ]
     for group in ("by_gpu_and_precision", "by_model"):
         lines += [_line(label, figures) for label, figures in accuracies[group].items()]
-    before, _, rest = page.read_text(encoding="utf-8").partition(TABLE_START)
-    _, _, after = rest.partition(TABLE_END)
-    body = "\n".join(["", "", *lines, "", ""])
-    page.write_text(before + TABLE_START + body + TABLE_END + after, encoding="utf-8")
+    put_between(page, TABLE_START, TABLE_END, lines)
 
 
 def _line(label: str, figures: Mapping[str, Any]) -> str:

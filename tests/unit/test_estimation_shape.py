@@ -63,15 +63,14 @@ def test_an_estimate_of_an_invalid_configuration_says_so(monkeypatch) -> None:
 
 def test_lines_take_what_the_command_line_says_of_the_run(monkeypatch, tmp_path, capsys) -> None:
     asked = []
-    monkeypatch.setattr(estimate, "estimate_document", lambda d, **_: asked.append(d) or FITS)
+    monkeypatch.setattr(
+        estimate, "estimate_document", lambda d, **_: asked.append(d) or {"fits": True}
+    )
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"world_size": 8, "config": {}}\n{"a"\n')
     assert estimate.run_estimate(None, lines, run={"gpu": "h100"}, as_json=True) == 1
     assert asked[0]["gpu"] == "h100"
     assert f"{lines}:2" in capsys.readouterr().out
-
-
-FITS = {"fits": True}
 
 
 def test_a_key_that_looks_like_one_that_is_read_is_pointed_out() -> None:

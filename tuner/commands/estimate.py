@@ -11,7 +11,7 @@ from tuner.commands.check import DEFAULT_FRONTEND, note_misspelt_keys, numbered_
 from tuner.commands.output import console, print_json
 from tuner.configuration import completed, full_configuration, mcore_version, with_model
 from tuner.errors import InputError
-from tuner.formats.reader import expand, read_document
+from tuner.formats.reader import expand, read_given_and_effective
 
 _GIB = 2**30
 
@@ -39,9 +39,10 @@ def run_estimate(
         return _estimate_lines(jsonl, method, run or {})
     assert config is not None
     where, run = str(config), run or {}
-    given = completed(read_document(config, mcore=mcore_version()), run)
+    given, document = (
+        completed(read, run) for read in read_given_and_effective(config, mcore=mcore_version())
+    )
     note_misspelt_keys(given, config)
-    document = completed(read_document(config, mcore=mcore_version(), effective=True), run)
     if timeline is not None:
         write_timeline(document, timeline, where=where, base_folder=config.parent)
     answer = judged_estimate(document, given, where=where, base_folder=config.parent, method=method)

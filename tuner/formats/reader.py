@@ -38,12 +38,28 @@ def read_document(path: Path, *, mcore: str, effective: bool = False) -> dict[st
     With `effective`, a Megatron-LM line also gets the fields that the command line adds before
     Megatron-Core sees them, as an estimate needs. Raises InputError naming the file.
     """
+    return _read(*_source(path), path.parent, mcore=mcore, effective=effective)
+
+
+def read_given_and_effective(path: Path, *, mcore: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`read_document` without and with `effective`, of a source that can be read once only."""
+    text, where = _source(path)
+    given = _read(text, where, path.parent, mcore=mcore, effective=False)
+    return given, _read(text, where, path.parent, mcore=mcore, effective=True)
+
+
+def _source(path: Path) -> tuple[str, str]:
+    """The text of a file or of standard input, and how to name it."""
     import sys
 
-    where = "standard input" if str(path) == "-" else str(path)
-    text = sys.stdin.read(MAX_BYTES) if str(path) == "-" else read_text(path)
+    if str(path) == "-":
+        return sys.stdin.read(MAX_BYTES), "standard input"
+    return read_text(path), str(path)
+
+
+def _read(text: str, where: str, base: Path, *, mcore: str, effective: bool) -> dict[str, Any]:
     document = read_configuration(text, mcore=mcore, where=where, effective=effective)
-    return expand(document, mcore=mcore, where=where, base=path.parent, effective=effective)
+    return expand(document, mcore=mcore, where=where, base=base, effective=effective)
 
 
 def read_configuration(

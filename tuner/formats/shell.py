@@ -201,19 +201,19 @@ def _computed(found: re.Match[str], script: Script) -> str:
         return found[0]
 
 
-_OPERATIONS: Mapping[type, Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: lambda one, other: _quotient(one, other),
-    ast.Mod: lambda one, other: one - other * _quotient(one, other),
-}
-
-
 def _quotient(one: int, other: int) -> int:
     """Bash rounds towards zero."""
     size = abs(one) // abs(other)
     return size if (one < 0) == (other < 0) else -size
+
+
+_OPERATIONS: Mapping[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _quotient,
+    ast.Mod: lambda one, other: one - other * _quotient(one, other),
+}
 
 
 def _value(node: ast.expr) -> int:

@@ -23,8 +23,6 @@ from tuner.timing.units import model_kernels
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from tuner.memory.composition import ProfileSource
-
 _PEAK_OF = {"nvfp4": "fp4", "mxfp8": "fp8", "fp32": "tf32", "fp16": "fp16"}
 
 
@@ -109,22 +107,13 @@ class TimeRun:
         return own, self._row(table, without_recompute(candidate))
 
     def _row(self, table: TimeTable, candidate: Candidate) -> int:
-        kernels = model_kernels(
-            self.model,
-            candidate,
-            seq_length=self.seq_length,
-            precision=self.precision,
-            architecture=self.gpu.architecture,
-        )
-        return table.row(
-            kernels, candidate, activation_traffic(self.model, candidate, self._source)
-        )
-
-    @property
-    def _source(self) -> ProfileSource:
-        from tuner.memory.composition import ProfileSource
-
-        return ProfileSource(self.seq_length, self.precision, self.gpu.architecture)
+        run: dict[str, Any] = {
+            "seq_length": self.seq_length,
+            "precision": self.precision,
+            "architecture": self.gpu.architecture,
+        }
+        kernels = model_kernels(self.model, candidate, **run)
+        return table.row(kernels, candidate, activation_traffic(self.model, candidate, **run))
 
     def times(
         self, candidates: Sequence[Candidate], rates: Rates, table: TimeTable | None = None

@@ -319,11 +319,15 @@ def _kernels(request: Any, candidate: Any, *, local: bool) -> Any:
 
 
 def _moved(request: Any, candidate: Any) -> Any:
-    from tuner.memory.composition import ProfileSource
     from tuner.timing.offload import activation_traffic
 
-    source = ProfileSource(request.seq_length, request.precision, request.gpu.architecture)
-    return activation_traffic(request.model, candidate, source)
+    return activation_traffic(
+        request.model,
+        candidate,
+        seq_length=request.seq_length,
+        precision=request.precision,
+        architecture=request.gpu.architecture,
+    )
 
 
 def _step_seconds(cases: Sequence[TimedCase], rates: Rates) -> NDArray[np.float64]:

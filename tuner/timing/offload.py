@@ -50,17 +50,21 @@ class Traffic:
 NOTHING = Traffic()
 
 
-def activation_traffic(model: ModelSpec, candidate: Candidate, source: ProfileSource) -> Traffic:
+def activation_traffic(
+    model: ModelSpec, candidate: Candidate, *, seq_length: int, precision: str, architecture: str
+) -> Traffic:
     """The activations that a candidate offloads, from profiles of its layers.
 
     Offload by layers moves all that the offloaded ones keep, and has the passes of the others for
     it too: Transformer Engine spreads the transfers over all layers (pytorch/cpu_offload.py and
     cpu_offload_v1.py). Offload by modules moves what a profile with it keeps less than one
-    without. Makes up to two dry runs unless the cache has them. Raises what dry runs
-    raise.
+    without. Makes up to two dry runs unless the cache has them. Raises what dry runs raise.
     """
+    from tuner.memory.composition import ProfileSource
+
     if not (candidate.cpu_offloading or candidate.fine_grained_activation_offloading):
         return NOTHING
+    source = ProfileSource(seq_length, precision, architecture)
     plain = _kept(model, _without_offload(candidate), source)
     if candidate.cpu_offloading:
         share = min(1.0, candidate.cpu_offloading_num_layers / model.num_layers)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+
 import pytest
 
 from tuner.errors import InputError
-from tuner.formats.reader import read_configuration
+from tuner.formats.reader import read_configuration, read_given_and_effective
 from tuner.formats.shell import read_script
 
 RUN = (
@@ -47,3 +50,11 @@ def test_a_variable_that_the_script_does_not_set_is_named() -> None:
 def test_a_model_is_no_configuration_of_a_run() -> None:
     with pytest.raises(InputError, match="hf_config"):
         read_configuration('{"model_type": "llama", "hidden_size": 64}', mcore="0.16.1")
+
+
+def test_standard_input_is_read_once_for_both_readings(monkeypatch) -> None:
+    run = RUN.replace("$TP", "2").replace("${PP}", "1")
+    monkeypatch.setattr("sys.stdin", io.StringIO(run))
+    given, effective = read_given_and_effective(Path("-"), mcore="0.16.1")
+    assert given["config"]["tensor_model_parallel_size"] == 2
+    assert effective["config"]["tensor_model_parallel_size"] == 2

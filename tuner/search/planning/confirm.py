@@ -141,8 +141,7 @@ def confirm(candidate: Candidate, place: Workplace, estimate: Estimate) -> dict[
     """What a full dry run says of a candidate: whether it fits, and its peaks in bytes.
 
     Where it cannot be dry-run, `fits` is None, or False if Megatron-Core itself refuses it, and
-    `reason` says why. Answers are read from disk
-    where the same software gave them before.
+    `reason` says why. Answers are read from disk where the same software gave them before.
     """
     from tuner.errors import InputError
     from tuner.measurement import write_json_atomically
