@@ -32,7 +32,7 @@ from trainables.progress import write_progress
 die_with_parent()
 rank = int(os.environ["RANK"])
 output = Path(sys.argv[sys.argv.index("--output") + 1])
-(output / f"pid{rank}").write_text(str(os.getpid()))
+(output / f"pid{rank}-{os.getpid()}").touch()  # whole at once: it may be killed any time
 """
 NCCL_ERROR = (
     "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error, NCCL version 2.27.5 "
@@ -90,7 +90,7 @@ def run(tmp_path, programs, template, monkeypatch):
         result = run_trial(
             a_spec(**changes), tmp_path / "out", module=name, template=template, cancel=cancel
         )
-        pids = [int(path.read_text()) for path in (tmp_path / "out").glob("pid*")]
+        pids = [int(path.name.split("-")[1]) for path in (tmp_path / "out").glob("pid*")]
         assert_gone(pids)
         assert (tmp_path / "out" / "logs" / "node0").exists()  # not a plain launch
         return result
