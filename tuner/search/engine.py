@@ -52,8 +52,9 @@ class Engine:
         self._costs = costs
         self._goal = goal
         self._refused: dict[str, None] = {}
-        self._rows: dict[int, int] = {}
         self._seen: dict[int, Seen] = {}
+        self._ended: list[TrialRecord] = []  # the study's first trials, as far as all have ended
+        self._told: list[Seen] = []  # what these showed
 
     @cached_property
     def _proposer(self) -> Proposer:
@@ -74,9 +75,7 @@ class Engine:
     def reestimate(self, estimator: Estimator) -> None:
         """Take estimates from here on; what trials showed is compared with these."""
         self._estimator, self._estimates = estimator, None
-        self.__dict__.pop("_proposer", None)
-        self._rows.clear()
-        self._seen.clear()
+        self._forget()
 
     def propose(self, records: Sequence[TrialRecord]) -> tuple[Candidate, Choice] | None:
         """The next candidate and what is expected of it; None when none is left."""
@@ -119,39 +118,51 @@ class Engine:
 
     def _trials(self, records: Sequence[TrialRecord]) -> tuple[list[Seen], list[int]]:
         """Finished trials and running ones by row; candidates new to the pool are taken in."""
-        unplaced = [r for r in records if r.number not in self._rows]
-        strangers = {r.candidate.key: r.candidate for r in unplaced}
+        if list(records[: len(self._ended)]) != self._ended:
+            self._ended, self._told = [], []
+        later = records[len(self._ended) :]
+        strangers = {r.candidate.key: r.candidate for r in later}
         strangers = {k: c for k, c in strangers.items() if k not in self._candidates}
         if strangers:
             self._candidates.update(strangers)
-            self._rows.clear()
-            self._seen.clear()
-            del self._proposer
-            unplaced = list(records)
+            self._forget()
+            later = records
         rows = self._proposer.pool.table.rows
-        self._rows.update((r.number, rows[r.candidate.key]) for r in unplaced)
-        seen, running = [], []
-        for record in records:
+        seen: list[Seen] = []
+        running: list[int] = []
+        for record in later:
             if record.running:
-                running.append(self._rows[record.number])
+                running.append(rows[record.candidate.key])
             elif record.outcome != Outcome.INTERRUPTED.value:
                 if record.number not in self._seen:
-                    self._seen[record.number] = self._seen_of(record)
+                    self._seen[record.number] = _seen_of(record, rows[record.candidate.key])
                 seen.append(self._seen[record.number])
-        seen += [self._refusal(rows[key]) for key in self._refused if key in rows]
-        return seen, running
+            if not running:
+                self._ended.append(record)
+                self._told += seen
+                seen.clear()
+        told = [*self._told, *seen]
+        told += [self._refusal(rows[key]) for key in self._refused if key in rows]
+        return told, running
+
+    def _forget(self) -> None:
+        """Take nothing from the pool as it was: it has changed."""
+        self.__dict__.pop("_proposer", None)
+        self._seen.clear()
+        self._ended, self._told = [], []
 
     @staticmethod
     @cache
     def _refusal(row: int) -> Seen:
         return Seen(row, None, None, None)
 
-    def _seen_of(self, record: TrialRecord) -> Seen:
-        row, measured = self._rows[record.number], record.measurement
-        fits = {Outcome.COMPLETED.value: True, Outcome.OOM.value: False}.get(record.outcome)
-        if measured is None:
-            return Seen(row, None, None, fits)
-        return Seen(row, measured.step_time_s, measured.peak_memory_allocated_bytes, fits)
+
+def _seen_of(record: TrialRecord, row: int) -> Seen:
+    measured = record.measurement
+    fits = {Outcome.COMPLETED.value: True, Outcome.OOM.value: False}.get(record.outcome)
+    if measured is None:
+        return Seen(row, None, None, fits)
+    return Seen(row, measured.step_time_s, measured.peak_memory_allocated_bytes, fits)
 
 
 def expectation(choice: Choice) -> dict[str, Any]:

@@ -289,12 +289,16 @@ class Knowledge:
 
 
 def _kept(known: list[tuple[int, float]], count: int) -> list[tuple[int, float]]:
-    """At most `count` observations: three quarters the best, the rest evenly over time."""
+    """At most `count` observations: three quarters the best, the rest evenly over time.
+
+    The rest changes little as trials are added: every second of it goes when it grows too large.
+    """
     if len(known) <= count:
         return known
-    best = sorted(range(len(known)), key=lambda i: known[i][1])[: count * 3 // 4]
-    chosen = set(best)
-    others = [i for i in range(len(known)) if i not in chosen]
-    step = max(1, len(others) // (count - len(best)))
-    chosen.update(others[::step][: count - len(best)])
+    best = count * 3 // 4
+    step = 1
+    while len(known) > step * (count - best):
+        step *= 2
+    chosen = set(sorted(range(len(known)), key=lambda i: known[i][1])[:best])
+    chosen.update(range(0, len(known), step))
     return [known[i] for i in sorted(chosen)]

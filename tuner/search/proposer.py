@@ -91,10 +91,9 @@ class Proposer:
         import numpy as np
 
         is_open = np.ones(len(self.pool), dtype=np.bool_)
-        for one in known.seen:
-            is_open[one.row] = False
-            if one.fits is False:
-                is_open[list(self.ruled_out_by(one.row))] = False
+        is_open[[one.row for one in known.seen]] = False
+        for row in {one.row for one in known.seen if one.fits is False}:
+            is_open[list(self.ruled_out_by(row))] = False
         is_open[list(known.running)] = False
         return np.flatnonzero(is_open)
 

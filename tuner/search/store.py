@@ -1,18 +1,19 @@
 """The study in its Optuna storage, mirrored in memory.
 
-The storage (SQLite, PostgreSQL, a journal file) is the study's only record. Reading it whole at
-every proposal would take longer the more trials run, so each driver keeps a mirror. Drivers sign
-their presence in an attribute of the study, and read again only what others may have written since
-they last read; of two drivers that start one candidate at the same moment, the later one sees the
-earlier. A write to SQLite costs a disk flush, so what is known of a trial at its start and at its
+The storage (SQLite, PostgreSQL, a journal file) is the study's only record. Reading it whole, or
+only the trials in flight, at every proposal would take longer the more trials run, so each driver
+keeps a mirror and notes, in an attribute of the study, which trials it wrote; the others read just
+these. Of two drivers that start one candidate at the same moment, the later one sees the earlier:
+numbers leave no gap, so a trial that it does not know and that is numbered below its own is another
+driver's. A write to SQLite costs a disk flush, so what is known of a trial at its start and at its
 end is one attribute each.
 """
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 
 _DRIVER = "driver:"
 _START, _END = "trial", "result"
-_SIGNED_EVERY_S = 30.0
-_ACTIVE_WITHIN_S = 120.0  # clocks of the drivers' hosts may differ by less than the rest of this
+_NOTED_AT_MOST = 64  # of a driver's writes; one who missed more reads the whole study
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,14 @@ class TrialStore:
         self._storage = storage
         self._id = storage.get_study_id_from_name(study.study_name)
         self._name = _DRIVER + uuid.uuid4().hex
-        self._signed_at = float("-inf")
-        self._read_at = float("-inf")
+        self._written: deque[int] = deque(maxlen=_NOTED_AT_MOST)
+        self._writes = 0
+        self._seen: dict[str, int] = {}  # writes of the other drivers that are mirrored
         self._entries: dict[int, Entry] = {}
+        self._of_key: dict[str, set[int]] = {}
         self._records: dict[int, TrialRecord | None] = {}
-        self.refresh()
+        self._seen = {name: note["writes"] for name, note in self._notes().items()}
+        self._read_all()
 
     def entries(self) -> list[Entry]:
         """Every trial, in order of number, as of the last `refresh`."""
@@ -109,15 +112,19 @@ class TrialStore:
         return [record for record in found if record is not None]
 
     def refresh(self) -> None:
-        """Read what other drivers may have written since the last time."""
-        self._sign()
-        if not self._others_since(self._read_at):
-            return
-        self._read_at = time.time()
-        for trial in self.study.get_trials(deepcopy=False):
-            known = self._entries.get(trial.number)
-            if known is None or not known.finished:
-                self._mirror(trial)
+        """Read what other drivers have written since the last time."""
+        missed: set[int] = set()
+        whole = False
+        for name, note in self._notes().items():
+            news = note["writes"] - self._seen.get(name, 0)
+            # A driver that was not there before may resume one that was killed before its note.
+            whole = whole or name not in self._seen or news > len(note["written"])
+            missed.update(note["written"][-news:] if news else ())
+            self._seen[name] = note["writes"]
+        if whole:
+            self._read_all()
+        else:
+            self._read(missed)
 
     def add(
         self,
@@ -136,7 +143,7 @@ class TrialStore:
         )
         trial_id = self._storage.create_new_trial(self._id, template)
         number = self._storage.get_trial_number_from_id(trial_id)
-        self._set(Entry(number, False, False, dict(params), dict(attributes)))
+        self._wrote(Entry(number, False, False, dict(params), dict(attributes)))
         return number
 
     def ask(self) -> optuna.Trial:
@@ -146,13 +153,19 @@ class TrialStore:
     def asked(self, trial: optuna.Trial, attributes: Mapping[str, Any]) -> None:
         """Note the candidate of a trial that `ask` started."""
         trial.set_user_attr(_START, dict(attributes))
-        self._set(Entry(trial.number, False, False, trial.params, dict(attributes)))
+        self._wrote(Entry(trial.number, False, False, trial.params, dict(attributes)))
 
     def enqueue(self, params: Mapping[str, Any]) -> None:
         """Have `ask` start this trial before any that the sampler draws."""
-        self.study.enqueue_trial(dict(params), skip_if_exists=False)
-        self._read_at = float("-inf")
-        self.refresh()
+        from optuna.trial import TrialState, create_trial
+
+        # As Optuna's own `enqueue_trial` does, which does not say under what number.
+        template = create_trial(
+            state=TrialState.WAITING, system_attrs={"fixed_params": dict(params)}
+        )
+        trial_id = self._storage.create_new_trial(self._id, template)
+        number = self._storage.get_trial_number_from_id(trial_id)
+        self._wrote(Entry(number, False, True, dict(params), {}))
 
     @property
     def queued(self) -> bool:
@@ -161,14 +174,17 @@ class TrialStore:
 
     def earlier_twin(self, number: int) -> int | None:
         """Another driver's trial of the same candidate, started before `number`."""
-        if not self._others_since(self._read_at):
-            return None
         self.refresh()
+        self._read(earlier for earlier in range(number) if earlier not in self._entries)
         key = self._entries[number].key
-        for entry in self.entries():
-            if entry.number < number and entry.key == key and entry.settled:
-                return entry.number
-        return None
+        return None if key is None else self.settled_as(key, number)
+
+    def settled_as(self, key: str, before: int | None = None) -> int | None:
+        """The first trial that ran, runs or was refused as this candidate (before a number)."""
+        numbers = sorted(self._of_key.get(key, ()))
+        settled = (number for number in numbers if self._entries[number].settled)
+        first = next(settled, None)
+        return None if first is None or (before is not None and first >= before) else first
 
     def finish(
         self,
@@ -192,7 +208,7 @@ class TrialStore:
             trial.set_constraint(name, value)
         self.study.tell(number, None if values is None else list(values), state=state)
         changed = {**entry.attributes, **attributes}
-        self._set(Entry(number, True, False, entry.params, changed))
+        self._wrote(Entry(number, True, False, entry.params, changed))
 
     def _mirror(self, trial: FrozenTrial) -> None:
         from optuna.trial import TrialState
@@ -210,23 +226,47 @@ class TrialStore:
 
     def _set(self, entry: Entry) -> None:
         self._entries[entry.number] = entry
+        if entry.key is not None:
+            self._of_key.setdefault(entry.key, set()).add(entry.number)
         self._records.pop(entry.number, None)
 
-    def _sign(self) -> None:
-        """Say, now and then, that this driver is at work."""
-        now = time.time()
-        if now - self._signed_at >= _SIGNED_EVERY_S:
-            self.study.set_user_attr(self._name, now)
-            self._signed_at = now
+    def _wrote(self, entry: Entry) -> None:
+        self._set(entry)
+        self._note([entry.number])
 
-    def _others_since(self, moment: float) -> bool:
-        """Whether another driver may have written since then; always, when nothing was read."""
-        if moment == float("-inf"):
-            return True
-        return any(
-            name.startswith(_DRIVER) and name != self._name and signed > moment - _ACTIVE_WITHIN_S
-            for name, signed in self.study.user_attrs.items()
+    def _note(self, numbers: Iterable[int]) -> None:
+        """Tell the other drivers which trials this one wrote."""
+        for number in numbers:
+            self._written.append(number)
+            self._writes += 1
+        self.study.set_user_attr(
+            self._name, {"writes": self._writes, "written": list(self._written)}
         )
+
+    def _notes(self) -> dict[str, dict[str, Any]]:
+        """What the other drivers noted, by driver."""
+        return {
+            name: note
+            for name, note in self.study.user_attrs.items()
+            if name.startswith(_DRIVER) and name != self._name and isinstance(note, dict)
+        }
+
+    def _read_all(self) -> None:
+        for trial in self.study.get_trials(deepcopy=False):
+            known = self._entries.get(trial.number)
+            if known is None or not known.finished:
+                self._mirror(trial)
+
+    def _read(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            known = self._entries.get(number)
+            if known is not None and known.finished:
+                continue
+            try:
+                of_number = self._storage.get_trial_id_from_study_id_trial_number
+                self._mirror(self._storage.get_trial(of_number(self._id, number)))
+            except KeyError:  # its driver has taken the number and not yet written the trial
+                continue
 
 
 def open_storage(url: str) -> optuna.storages.BaseStorage:

@@ -130,7 +130,7 @@ class TuningStudy:
             trial = self._store.ask()
             chooser = NumberedChooser(trial) if self._numbers else trial
             candidate = Candidate.from_flat(self._space.suggest(chooser))
-            earlier = self._seen_as(candidate.key)
+            earlier = self._store.settled_as(candidate.key)
             rejection = None if earlier is not None else self._check(candidate)
             attributes = {"key": candidate.key, "candidate": candidate.to_flat()}
             if rejection is not None:
@@ -210,7 +210,7 @@ class TuningStudy:
             for entry in self._store.entries()
             if entry.outcome == Outcome.INTERRUPTED.value and entry.key is not None
         }
-        fresh = [params for key, params in waiting.items() if self._seen_as(key) is None]
+        fresh = [params for key, params in waiting.items() if self._store.settled_as(key) is None]
         for params in fresh:
             self._store.enqueue(params)
         return len(fresh)
@@ -242,13 +242,6 @@ class TuningStudy:
     def engine(self) -> Engine | None:
         """What proposes, where it is not an Optuna sampler."""
         return self._engine
-
-    def _seen_as(self, key: str) -> int | None:
-        """The trial that ran, runs or was refused as this candidate; interrupted ones aside."""
-        for entry in self._store.entries():
-            if entry.key == key and entry.settled:
-                return entry.number
-        return None
 
     def _params(self, flat: Mapping[str, Any]) -> dict[str, Any]:
         """The parameters under which the study's sampler finds a flat candidate."""
@@ -283,7 +276,7 @@ class TuningStudy:
         while self._unseen:
             flat = self._unseen.pop()
             candidate = Candidate.from_flat(flat)
-            if self._seen_as(candidate.key) is None and self._check(candidate) is None:
+            if self._store.settled_as(candidate.key) is None and self._check(candidate) is None:
                 self._store.enqueue(self._params(flat))
                 return True
         return False
