@@ -128,6 +128,8 @@ def _special_fields(options: Options) -> dict[str, Any]:
     fields["virtual_pipeline_model_parallel_size"] = _chunks(values)
     if values.get("fp8_param_gather"):
         fields["fp8_param_gather"] = fields["fp8_param"] = True
+    if values.get("fp4_param_gather"):
+        fields["fp4_param"] = True
     if values.get("no_persist_layer_norm"):
         fields["persist_layer_norm"] = False
     for switch in ("bias_swiglu_fusion", "bias_gelu_fusion"):

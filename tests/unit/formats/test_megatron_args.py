@@ -101,3 +101,12 @@ def test_sizes_that_are_no_numbers_are_written_as_they_stand(config) -> None:
     document = {"model": "llama3-8b", "world_size": 8, "config": config}
     written = export_document(document, "megatron-args", mcore="0.16.1").text
     assert str(next(iter(config.values()))) in written
+
+
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_weights_kept_in_few_bits_are_read_back(bits: str) -> None:
+    text = SCRIPT.replace("--bf16", f"--bf16 --fp{bits}-format e4m3 --fp{bits}-param-gather")
+    read_back = read_configuration(text, mcore="0.18.0")
+    assert read_back["config"][f"fp{bits}_param"] is True
+    exported = export_document(read_back, "megatron-args", mcore="0.18.0")
+    assert f"--fp{bits}-param-gather" in exported.arguments
