@@ -337,14 +337,21 @@ def compare(case: Case) -> dict[str, Any]:
 
 def _stage(case: Case, stage: int, composed: int, memory: Any) -> dict[str, Any]:
     ranks = WORLD_SIZE // case.candidate.pipeline_model_parallel_size
-    run = dry_run(
-        case.model,
-        case.candidate,
-        world_size=WORLD_SIZE,
-        seq_length=SEQ_LENGTH,
-        global_batch_size=case.global_batch_size,
-        rank=stage * ranks,
-    )
+    replicas = range(0, ranks, case.candidate.tensor_model_parallel_size)
+    on_host = case.candidate.optimizer_offload_fraction * case.candidate.optimizer_cpu_offload
+    # Replicas differ where whole parameters of each one's own part go to the host.
+    runs = [
+        dry_run(
+            case.model,
+            case.candidate,
+            world_size=WORLD_SIZE,
+            seq_length=SEQ_LENGTH,
+            global_batch_size=case.global_batch_size,
+            rank=stage * ranks + replica,
+        )
+        for replica in (replicas if 0.0 < on_host < 1.0 else replicas[:1])
+    ]
+    run = max(runs, key=lambda run: run.peak_allocated_bytes)
     static = sum(
         int(getattr(memory, name)[0]) for name in ("weights", "gradients", "optimizer", "other")
     )

@@ -198,7 +198,9 @@ def peak_ranks(request: EstimateRequest) -> list[int]:
     """One rank of each pipeline stage that can hold the peak, and the last rank of all.
 
     Stages between the second and the last hold fewer micro-batches than the second and the same
-    layers, so they are left out where every stage has as many layers.
+    layers, so they are left out where every stage has as many layers. Where a part of the optimizer
+    is on the host, whole parameters go in their order, and ranks of one stage differ in what that
+    leaves on the device: the last stage's first rank and the one in its middle are taken in too.
     """
     stages = request.candidate.pipeline_model_parallel_size
     per_stage = max(1, request.world_size // stages)
@@ -208,7 +210,11 @@ def peak_ranks(request: EstimateRequest) -> list[int]:
     )
     chosen = {0, 1, stages - 1} if even else set(range(stages))
     firsts = [stage * per_stage for stage in sorted(chosen) if 0 <= stage < stages - 1]
-    return [*firsts, request.world_size - 1]
+    last = request.world_size - per_stage
+    candidate = request.candidate
+    if candidate.optimizer_cpu_offload and 0.0 < candidate.optimizer_offload_fraction < 1.0:
+        firsts += [last, last + per_stage // 2]
+    return sorted({*firsts, request.world_size - 1})
 
 
 _UNEVEN = (

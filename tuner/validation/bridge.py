@@ -89,6 +89,7 @@ def bridge_launch(row: Mapping[str, Any]) -> Launch:
     config = dict(facts["defaults"])
     config |= facts.get(str(row["precision"]), {})
     config |= recipe.get("config", {})
+    config |= recipe.get("tasks", {}).get(str(row.get("task")), {})
     config |= {field: row[name] for name, field in _ROW_FIELDS.items() if row.get(name) is not None}
     if (row.get("vpp") or 1) > 1:
         config["virtual_pipeline_model_parallel_size"] = row["vpp"]
@@ -256,9 +257,12 @@ def _provided(config: Mapping[str, Any]) -> dict[str, Any]:
     src/megatron/bridge/models/*/*_bridge.py: every model with experts is given the all-to-all
     dispatcher and fused permutation; recipes change the dispatcher to "flex" or not at all.
     scripts/performance/utils/overrides.py: with CUDA graphs goes Transformer Engine's generator of
-    random numbers.
+    random numbers. perf_recipes/*/common.py: the paged stash comes with room for half as many tokens
+    again as a rank's share.
     """
     fields: dict[str, Any] = {}
+    if config.get("moe_paged_stash") and not config.get("moe_expert_rank_capacity_factor"):
+        fields["moe_expert_rank_capacity_factor"] = 1.5
     if config.get("moe_token_dispatcher_type") == "allgather":
         fields["moe_token_dispatcher_type"] = "alltoall"
     if config.get("moe_permute_fusion") is False:

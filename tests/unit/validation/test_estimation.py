@@ -120,6 +120,11 @@ class TestPeakRanks:
         config = {"pipeline_model_parallel_size": 4, "num_layers": 30}
         assert self.ranks(config) == [0, 4, 8, 15]
 
+    def test_ranks_of_a_stage_differ_where_a_part_of_the_optimizer_is_on_the_host(self):
+        config = {"optimizer_cpu_offload": True, "pipeline_model_parallel_size": 2}
+        assert self.ranks(config | {"optimizer_offload_fraction": 0.5}) == [0, 8, 12, 15]
+        assert self.ranks(config | {"optimizer_offload_fraction": 1.0}) == [0, 15]
+
 
 class TestRunBatch:
     def size(self, batch: int, config: dict) -> int:

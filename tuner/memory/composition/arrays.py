@@ -404,7 +404,7 @@ class Composer:
         return np.maximum(1, dense), np.maximum(1, expert)
 
     def _on_device(self, stage: int) -> Bytes:
-        """Parameters whose optimizer state stays on the device of the first rank of a stage."""
+        """Parameters whose optimizer state stays on the device, on the rank with the most."""
         import numpy as np
 
         chunks = self.pipeline.split[stage]

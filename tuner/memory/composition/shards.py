@@ -29,26 +29,37 @@ def on_device(
     bucketed: bool = False,
     shared: bool = False,
 ) -> int:
-    """Elements that the first data-parallel rank updates on the device.
+    """Elements that a data-parallel rank updates on the device: those of the rank with the most.
 
     `chunks` holds the parameters of each model chunk in order, `shards` the ranks that share the
     optimizer state of dense and of expert parameters. `bucketed` says whether the first chunk has
     several gradient buckets, `shared` whether weights of words are tied with another rank's, which
     gives them a bucket of their own.
     """
-    kept = 0
+    kept: list[list[int]] = []
     for expert, ranks in enumerate(shards):
-        pieces: list[tuple[int, int]] = []
+        pieces: list[list[tuple[int, int]]] = [[] for _ in range(ranks if sharded else 1)]
         for number, chunk in enumerate(chunks):
             mine = [p for p in chunk if p[2] == expert]
             if sharded:
                 bucket = max(_BUCKET, _BUCKET_PER_RANK * ranks)
                 bucket = bucket if bucketed and number == 0 else sum(p[0] for p in mine) * 2 + 1
-                pieces += _first_part(mine, ranks, bucket, shared)
+                _add_parts(pieces, mine, bucket, shared)
             else:
-                pieces += [(size, flat) for size, flat, _, _ in mine]
-        kept += _kept([size for size, flat in sorted(pieces, key=lambda p: p[1])], fraction)
-    return kept
+                pieces[0] += [(size, flat) for size, flat, _, _ in mine]
+        kept.append(
+            [
+                _kept([size for size, _ in sorted(own, key=lambda p: p[1])], fraction)
+                for own in pieces
+            ]
+        )
+    dense, experts = kept
+    # Ranks beside each other share a part of the experts' state where there are fewer such parts.
+    steps = max(len(dense), len(experts))
+    return max(
+        dense[step * len(dense) // steps] + experts[step * len(experts) // steps]
+        for step in range(steps)
+    )
 
 
 def _kept(sizes: Sequence[int], fraction: float) -> int:
@@ -61,10 +72,14 @@ def _kept(sizes: Sequence[int], fraction: float) -> int:
     return sum(sizes) - moved
 
 
-def _first_part(
-    parameters: Sequence[Parameter], ranks: int, bucket: int, shared: bool
-) -> list[tuple[int, int]]:
-    """The first rank's part of a buffer: its parameters lie there in reverse order."""
+def _add_parts(
+    pieces: Sequence[list[tuple[int, int]]],
+    parameters: Sequence[Parameter],
+    bucket: int,
+    shared: bool,
+) -> None:
+    """Give each rank its part of a buffer: its parameters lie there in reverse order."""
+    ranks = len(pieces)
     places, ends, start = [], [0], 0
     alignment = math.lcm(ranks, _BUCKET_ALIGNMENT)
     for size, flat, _, words in reversed(parameters):
@@ -80,14 +95,15 @@ def _first_part(
             ends.append(start)
     if start > ends[-1]:
         ends.append(_padded(start, alignment))
-    pieces = []
     for begin, end in pairwise(ends):
-        last = begin + (end - begin) // ranks
+        width = (end - begin) // ranks
         for first, after, flat in places:
-            size = min(after, last) - max(first, begin)
-            if size > 0:
-                pieces.append((size, flat))
-    return pieces
+            low, high = max(first, begin), min(after, end)
+            if low >= high:
+                continue
+            for rank in range((low - begin) // width, (high - begin - 1) // width + 1):
+                own = begin + rank * width
+                pieces[rank].append((min(high, own + width) - max(low, own), flat))
 
 
 def _padded(number: int, divisor: int) -> int:
