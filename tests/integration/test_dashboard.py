@@ -16,9 +16,6 @@ from pathlib import Path
 import pytest
 import yaml
 from headless import SCREENSHOTS, chromium
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 from synthetic_study import METRIC, WORLD_SIZE, make_records, make_study
 
 pytestmark = pytest.mark.slow

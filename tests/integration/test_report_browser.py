@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from headless import SCREENSHOTS, chromium, open_seconds
+from synthetic_study import make_records, make_study
 
 from tuner.report import study_report, write_page
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from synthetic_study import make_records, make_study
 
 TRIALS = 60
 

@@ -257,8 +257,8 @@ def _provided(config: Mapping[str, Any]) -> dict[str, Any]:
     src/megatron/bridge/models/*/*_bridge.py: every model with experts is given the all-to-all
     dispatcher and fused permutation; recipes change the dispatcher to "flex" or not at all.
     scripts/performance/utils/overrides.py: with CUDA graphs goes Transformer Engine's generator of
-    random numbers. perf_recipes/*/common.py: the paged stash comes with room for half as many tokens
-    again as a rank's share.
+    random numbers. perf_recipes/*/common.py: the paged stash comes with room for half as many
+    tokens again as a rank's share.
     """
     fields: dict[str, Any] = {}
     if config.get("moe_paged_stash") and not config.get("moe_expert_rank_capacity_factor"):

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
+import importlib
 
 import pytest
 
 from tuner.validation.published import read_rows
 from tuner.validation.validate import compare
 
-PATH = Path(__file__).parents[3] / "benchmarks" / "memory_accuracy.py"
-
 
 @pytest.fixture(scope="module")
 def benchmark():
-    spec = importlib.util.spec_from_file_location("memory_accuracy", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["memory_accuracy"] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("memory_accuracy")
 
 
 def document(peak: float, fits: bool = True) -> dict:

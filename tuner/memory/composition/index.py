@@ -107,7 +107,8 @@ def index_candidates(
     microbatches = _microbatches(table, world_size, global_batch_size)
     rounds, deferred = _rounds(table, microbatches), _deferred(table, microbatches)
     names = [name for name in table.names if name in _PIPELINE_COLUMNS]
-    pipeline, examples = table.distinct(names, rounds * (1 + int(deferred.max(initial=0))) + deferred)
+    most = int(deferred.max(initial=0))
+    pipeline, examples = table.distinct(names, rounds * (1 + most) + deferred)
     found: list[Any] = []
     for row in examples.tolist():
         found.append(_pipeline(model, table.row(row), int(rounds[row]), int(deferred[row])))
