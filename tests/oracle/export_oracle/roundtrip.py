@@ -149,7 +149,7 @@ def through_bridge(ask: Ask, flat: dict[str, Any], rewrites: Any, mcore: str, to
     for name, value in tuned.items():
         if name in NOT_ARGUMENTS or name in (exported.left_out or {}) or name == "order":
             continue
-        if name == "cuda_graph_scope" and flat.get("cuda_graph_impl") == "none":
+        if name == "cuda_graph_scope" and flat.get("cuda_graph_impl") in (None, "none"):
             continue  # the same run: nothing is captured, and the newer field may be given too
         for path in paths_of(name, mcore):
             found = held.get(path, MISSING)
