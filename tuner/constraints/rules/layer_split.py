@@ -361,7 +361,10 @@ def layers_divide_into_virtual_stages(c: Any) -> str | None:
     vpp, size = c.virtual_pipeline_model_parallel_size, c.pipeline_model_parallel_size
     per_rank, rest = divmod(c.num_layers, size)
     if vpp is not None and size > 1 and not rest and per_rank % vpp:
-        return f"{per_rank} layers per pipeline rank cannot form {vpp} virtual stages"
+        return (
+            f"{per_rank} layers per pipeline rank ({c.num_layers} over {size}) cannot form "
+            f"{vpp} virtual stages"
+        )
     return None
 
 

@@ -267,7 +267,12 @@ def _fitting_expert_tensor_size(c: Any) -> Mapping[str, object] | None:
     fix=[_fitting_expert_size, _fitting_expert_tensor_size, {"expert_tensor_parallel_size": 1}],
 )
 def world_divides_by_expert_model_size(c: Any) -> str | None:
-    """world_size is not a multiple of expert tensor x expert x pipeline parallel sizes."""
+    """world_size is not a multiple of expert tensor x expert x pipeline parallel sizes.
+
+    A model without experts breaks it with P10, which says it in the model's own terms.
+    """
+    if not c.num_moe_experts and world_divides_by_model_size(c) is not None:
+        return None
     if c.world_size is not None and c.world_size % c.expert_model_size:
         return (
             f"{c.world_size} GPUs cannot hold whole copies of the experts, which take "
