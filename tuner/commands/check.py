@@ -49,8 +49,9 @@ def run_check(
 
 
 def note_misspelt_keys(document: Mapping[str, Any], path: Path) -> None:
-    """Say on standard error which keys of a document are passed over by a slip."""
-    for note in misspelt_keys(document):
+    """Say on standard error which keys of a document are passed over by a slip, and what reading
+    it left open."""
+    for note in (*misspelt_keys(document), *document.get("notes", ())):
         print(f"tuner: {path}: {note}", file=sys.stderr)
 
 

@@ -197,6 +197,11 @@ def _from_words(
             document = _megatron_document(words, mcore, effective)
     except InputError as error:
         raise error.at(where) from None
+    if script.undecided:
+        document["notes"] = [
+            f"both ways are read, the last setting holds: {condition}"
+            for condition in script.undecided
+        ]
     world = _world_size(script)
     if world is not None:
         document["world_size"] = world

@@ -9,14 +9,14 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tuner.formats.shell_flow import Flow
+
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*|\d)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}?")
 _DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):?=([^}]*)\}")
 _ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
-_OPERATORS = frozenset((";", ";;", "&&", "||", "|", "&"))
+_OPERATORS = frozenset((";", ";;", ";&", ";;&", "&&", "||", "|", "&"))
 _SETTERS = frozenset(("export", "declare", "local", "readonly", "typeset", "let"))
-_CASE = re.compile(r"[^()$]+\)")
-_OPENERS = frozenset(("then", "else", "do", "{"))
 _MAX_DEPTH = 20
 _MAX_CHARACTERS = 1_000_000  # of a variable
 
@@ -40,21 +40,26 @@ def array(name: str, words: Sequence[str]) -> list[str]:
 
 @dataclass(slots=True)
 class Script:
-    """What a shell text says: words of each command, exported variables, and all variables."""
+    """What a shell text says: words of each command, exported variables, and all variables.
+
+    `undecided` are the conditions whose branches were all read, since only a run decides them.
+    """
 
     commands: list[list[str]] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     variables: dict[str, list[str]] = field(default_factory=dict)
+    undecided: list[str] = field(default_factory=list)
 
 
 def read_script(text: str) -> Script:
-    """The commands of a script with its variables put in; loops and conditions are not run.
+    """The commands of a script with its variables put in, as far as they run (`shell_flow`).
 
-    Raises ValueError where the quoting never ends.
+    Bodies of loops and functions are read once. Raises ValueError where the quoting never ends.
     """
-    script = Script()
+    script, flow = Script(), Flow()
     for line in _logical_lines(text):
-        _read_line(line, script)
+        _read_line(line, script, flow)
+    script.undecided = list(dict.fromkeys(flow.undecided))
     return script
 
 
@@ -113,26 +118,37 @@ def _has_comment(text: str) -> bool:
     return re.search(r"(^|\s)#", text) is not None
 
 
-def _read_line(line: str, script: Script) -> None:
-    words = _split(line)
+def _read_line(line: str, script: Script, flow: Flow) -> None:
+    command: list[str] = []
+    joined, until = ";", ""
+
+    def value(word: str) -> str | None:
+        return _text(word, script)
+
+    for word in [*_split(line), ";"]:
+        if until or word not in _OPERATORS:
+            command.append(word)
+            if word == "[[" or (not until and _array_start(word)):
+                until = "]]" if word == "[[" else ")"
+            until = "" if until and word.endswith(until) else until
+            continue
+        if command:
+            _read_command(flow.step(command, joined, value), script)
+            command = []
+        joined = word if word in ("&&", "||") else ";"
+        if word.startswith(";;"):
+            flow.end_of_case()
+    if command:  # an array that never ends
+        _read_command(flow.step(command, joined, value), script)
+
+
+def _read_command(words: Sequence[str], script: Script) -> None:
+    """One command, or the variables that it sets."""
     if words[:1] and words[0] in _SETTERS and len(words) > 1 and _array_start(words[1]):
         words = words[1:]
     if words and _array_start(words[0]):
         _read_array(words, script)
         return
-    command: list[str] = []
-    for word in [*words, ";"]:
-        if word not in _OPERATORS:
-            command.append(word)
-        elif command:
-            _read_command(command, script)
-            command = []
-
-
-def _read_command(words: Sequence[str], script: Script) -> None:
-    """One command, or the variables that it sets."""
-    while words and (words[0] in _OPENERS or _CASE.fullmatch(words[0])):
-        words = words[1:]
     exported = words[:1] == ["export"]
     if words and words[0] in _SETTERS:
         words = [word for word in words[1:] if not word.startswith("-")]
@@ -173,7 +189,7 @@ def _expand_word(word: str, script: Script, depth: int = 0) -> list[str]:
     if whole is not None and depth < _MAX_DEPTH:
         known = script.variables.get(whole[1])
         if known is not None:
-            return list(known)
+            return [part for part in known if part]
         return _expand_word(whole[2], script, depth + 1) if whole[2] else [word]
 
     def value(match: re.Match[str]) -> str:
@@ -183,6 +199,16 @@ def _expand_word(word: str, script: Script, depth: int = 0) -> list[str]:
         return match[2] if match[2] is not None else match[0]
 
     return [_REFERENCE.sub(value, word)]
+
+
+def _text(word: str, script: Script) -> str | None:
+    """A word as a test sees it: what nobody set is empty, and None what only a run would tell."""
+    word = word.replace("$#", "0").replace("${#@}", "0")
+    word = re.sub(r"\$\{?[@*]\}?", "", word)
+    text = " ".join(_expand_word(word, script))
+    if "$(" in text or "`" in text:
+        return None
+    return _REFERENCE.sub(lambda found: found[2] or "", text)
 
 
 def _computed(found: re.Match[str], script: Script) -> str:

@@ -1,0 +1,74 @@
+"""Conditions, cases and loops of launch scripts: the reader runs what Bash runs."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tuner.formats.reader import read_configuration
+from tuner.formats.shell import read_script
+
+RUN = 'torchrun "${ARGS[@]}" --tp $TP --pp $PP'
+SCRIPTS = {
+    "if": "if [ $TP -gt 1 ]; then PP=4; fi",
+    "if else on strings": 'MODEL=8b\nif [ "$MODEL" = "70b" ]; then\n  TP=8\nelse\n  TP=4\nfi',
+    "elif": "N=16\nif ((N > 32)); then PP=8\nelif (( N > 8 )); then PP=2\nelse PP=1; fi",
+    "no one set it": 'if [ -z "${FP8}" ]; then TP=2; else ARGS+=(--fp8); fi',
+    "someone set it": "FP8=1\nif [[ -n $FP8 ]]; then\nARGS+=(\n  --fp8 hybrid\n)\nfi",
+    "on one line": "FP8=1; if [ $FP8 = 1 ]; then ARGS+=(--fp8 hybrid); TP=2; fi; PP=2",
+    "pattern": "MODEL=llama3_8b\nif [[ $MODEL == llama3* && ! $MODEL == *70b ]]; then TP=1; fi",
+    "either": 'A=1; if [ "$A" = 2 ] || [ "$A" = 1 ]; then PP=2; fi',
+    "both": "A=1; if [ $A -eq 1 -a $A -lt 1 ]; then PP=2; fi",
+    "without if": "A=1\n[ $A = 1 ] && TP=8\n[ $A = 2 ] && PP=8\n[ $A = 2 ] || PP=16",
+    "case": "S=8b\ncase $S in\n  1b) TP=1 ;;\n  8b|9b) TP=2; PP=2 ;;\n  *) TP=8 ;;\nesac",
+    "case with a default": 'S=7b\ncase "$S" in\n(1b) TP=1;;\n*) PP=8;;\nesac',
+    "a condition in a case": (
+        "A=x\ncase $A in\nx)\n if [ 1 -eq 2 ]; then PP=3; else PP=5; fi\n;;\ny) TP=7;;\nesac"
+    ),
+    "options of the script": (
+        'while [[ $# -gt 0 ]]; do\n  case $1 in\n    --tp) TP="$2"; shift 2;;\n'
+        "    *) exit 1;;\n  esac\ndone"
+    ),
+    "no arguments": 'for one in "$@"; do TP=$one; done\nif [ $# -lt 1 ]; then PP=2; fi',
+    "inside what does not run": "if false; then if true; then TP=9; fi; PP=9; else PP=3; fi",
+    "not": "if ! [ $TP -eq 1 ]; then PP=6; fi",
+    "until": "until [ 1 -eq 1 ]; do TP=9; done",
+    "a default": "if [ ${GPUS:-8} -ge 8 ]; then PP=8; fi",
+    "nothing": "MORE=\nARGS+=($MORE)\nTP='2 '$MORE",
+    "arithmetic": "GPUS=16\nif [ $((GPUS / TP)) -eq 8 ]; then PP=8; fi",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_runs_is_what_bash_runs(name: str) -> None:
+    text = f"ARGS=(--bf16)\nTP=2\nPP=1\n{SCRIPTS[name]}\n{RUN}\n"
+    bash = "torchrun() { printf '%s\\n' torchrun \"$@\"; }\n" + text
+    ran = subprocess.run(["bash", "-c", bash], capture_output=True, text=True, env={}, check=True)
+    script = read_script(text)
+    assert script.commands[-1] == ran.stdout.split()
+    assert script.undecided == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "condition"),
+    [
+        ("if [ -f ckpt ]; then TP=4; else TP=8; fi", "if [ -f ckpt ]"),
+        ("if [[ $(hostname) == a* ]]; then TP=4; else TP=8; fi", "if [[ $(hostname) == a* ]]"),
+        ("if nvidia-smi | grep -q H100; then TP=4; else TP=8; fi", "if nvidia-smi"),
+        ("case $SIZE in\n8b) TP=4;;\n70b) TP=8;;\nesac", "case $SIZE"),
+    ],
+)
+def test_what_only_a_run_decides_is_read_both_ways_and_noted(lines: str, condition: str) -> None:
+    run = "torchrun pretrain_gpt.py --tensor-model-parallel-size $TP"
+    assert condition in read_script(f"{lines}\n{run}").undecided
+    document = read_configuration(f"{lines}\n{run}", mcore="0.16.1")
+    assert document["config"]["tensor_model_parallel_size"] == 8
+    assert any(condition in note for note in document["notes"])
+
+
+@pytest.mark.parametrize(
+    "text", ["fi", "esac\ndone", "if", "case in", "case x in", "else\nTP=1", ";;", "while\ndo"]
+)
+def test_keywords_out_of_place_break_nothing(text: str) -> None:
+    read_script(f"{text}\ntorchrun --tp 1")
