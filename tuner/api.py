@@ -33,8 +33,8 @@ def estimate(document: Mapping[str, Any], *, method: str = "dryrun") -> dict[str
 
     `method` is "dryrun" (full dry runs) or "composed" (profiles of a few layers). Returns the
     document of `tuner estimate`: peak bytes per rank, what they are made of, step time, and the
-    rules that make the configuration invalid (`broken_rules`). Raises InputError for a document
-    that cannot be estimated.
+    rules by which the configuration is invalid or its run fails (`broken_rules`). Raises InputError
+    for a document that cannot be estimated.
     """
     from tuner.commands.estimate import judged_estimate
 

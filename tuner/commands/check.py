@@ -115,27 +115,33 @@ def _refuse_unknown_target(mcore: str, frontend: str) -> None:
         )
 
 
-_STYLES = {"error": "red", "rewrite": "yellow", "advice": "cyan"}
+_STYLES = {"error": "red", "fails": "red", "rewrite": "yellow", "advice": "cyan"}
 
 
 def _print_verdict(answer: Mapping[str, Any], name: str, mcore: str, frontend: str) -> None:
     from rich.table import Table
 
+    from tuner.constraints.registry import foretells_failure
+
     out = console()
     target = f"Megatron-Core {mcore}" + ("" if frontend == "mcore" else f", {frontend}")
     verdict = "[green]valid[/green]" if answer["valid"] else "[red]invalid[/red]"
-    out.print(f"{name}: {verdict} for {target}")
-    order = list(_STYLES)
-    violations = sorted(answer["violations"], key=lambda v: order.index(v["kind"]))
-    if violations:
+    labels = {
+        number: "fails" if foretells_failure(found["rule"], found["kind"]) else found["kind"]
+        for number, found in enumerate(answer["violations"])
+    }
+    doomed = answer["valid"] and "fails" in labels.values()
+    out.print(f"{name}: {verdict} for {target}" + (", but [red]the run fails[/red]" * doomed))
+    if labels:
         table = Table("kind", "rule", "what", "fix", box=None, pad_edge=False)
-        for violation in violations:
+        for number in sorted(labels, key=lambda number: list(_STYLES).index(labels[number])):
+            violation = answer["violations"][number]
             table.add_row(
-                violation["kind"],
+                labels[number],
                 violation["rule"],
                 violation["message"],
                 _fix_text(violation["fix"]),
-                style=_STYLES[violation["kind"]],
+                style=_STYLES[labels[number]],
             )
         out.print(table)
     if "fix" in answer and not answer["valid"]:

@@ -113,7 +113,7 @@ def judged_estimate(
 
 
 def _broken_rules(given: Mapping[str, Any], where: str, base_folder: Path) -> list[dict[str, Any]]:
-    """`rule`, `message` and `fix` of each rule that makes the configuration invalid."""
+    """`rule`, `message` and `fix` of each rule by which the configuration is invalid or fails."""
     from tuner.constraints import check
     from tuner.constraints.registry import FRONTENDS
 
@@ -126,7 +126,7 @@ def _broken_rules(given: Mapping[str, Any], where: str, base_folder: Path) -> li
     return [
         {"rule": violation.rule, "message": violation.message, "fix": violation.fix}
         for violation in found
-        if violation.kind == "error"
+        if violation.kind == "error" or violation.doomed
     ]
 
 
@@ -189,6 +189,8 @@ def _print_estimate(answer: Mapping[str, Any], name: str) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from tuner.constraints.registry import foretells_failure
+
     out = console()
     verdict = "[green]fits[/green]" if answer["fits"] else "[red]does not fit[/red]"
     out.print(
@@ -196,7 +198,8 @@ def _print_estimate(answer: Mapping[str, Any], name: str) -> None:
         f"{answer['peak_reserved_bytes'] / _GIB:.2f} GiB reserved"
     )
     for rule in answer["broken_rules"]:
-        out.print(f"[red]invalid[/red]: {escape(rule['rule'] + ': ' + rule['message'])}")
+        said = "fails" if foretells_failure(rule["rule"], "advice") else "invalid"
+        out.print(f"[red]{said}[/red]: {escape(rule['rule'] + ': ' + rule['message'])}")
     if answer.get("step_time_s") is not None:
         out.print(_time_line(answer))
     table = Table(

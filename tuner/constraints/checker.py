@@ -57,7 +57,15 @@ def check(
         elif answer:
             broken.append(rule)
             violations.append(
-                Violation(rule.id, rule.kind, rule_fields(rule), answer, None, rule.reference)
+                Violation(
+                    rule.id,
+                    rule.kind,
+                    rule_fields(rule),
+                    answer,
+                    None,
+                    rule.reference,
+                    rule.doomed,
+                )
             )
     valid = all(v.kind != "error" for v in violations)
     result = CheckResult(valid, tuple(violations), rewrites)

@@ -21,6 +21,7 @@ from tuner.constraints.registry import (
 
 _KINDS = {
     "error": "Errors: the run stops, hangs or trains a wrong model",
+    "doomed": "Failures that upstream's own checks let pass: the run fails; no search proposes it",
     "rewrite": "Rewrites: the value is silently changed",
     "advice": "Advice: valid, but rarely what is wanted",
 }
@@ -87,7 +88,7 @@ def render() -> str:
         parts.append(f"## {title}\n")
         groups: dict[str, list[Rule]] = {}
         for rule in rules:
-            if rule.kind == kind:
+            if ("doomed" if rule.doomed else rule.kind) == kind:
                 groups.setdefault(rule.check.__module__, []).append(rule)
         for module, members in sorted(groups.items()):
             parts.append(_group(module, members))

@@ -127,7 +127,12 @@ class _Growth:
         self._axes, self._fixed = axes, fixed
         self._values = {name: _values(name, choices, when) for name, choices, when in axes}
         tables = Tables(
-            self._values, fixed, mcore=mcore, frontend=frontend, capabilities=capabilities
+            self._values,
+            fixed,
+            mcore=mcore,
+            frontend=frontend,
+            capabilities=capabilities,
+            doomed=True,
         )
         self._stages = _stages([*tables.tables, *exclude], [name for name, _, _ in axes])
         self._total = _count(axes, self._values, fixed)

@@ -58,6 +58,8 @@ class Rule:
     field: str | None
     """The field a rewrite changes; None for errors and advice."""
     implicit: bool
+    doomed: bool
+    """Upstream's checks let it pass, and the run fails all the same: no search proposes it."""
 
     @property
     def name(self) -> str:
@@ -66,6 +68,11 @@ class Rule:
 
 RULES: list[Rule] = []
 DERIVED: dict[str, Callable[[Any], Any]] = {}
+
+
+def foretells_failure(rule_id: str, kind: str) -> bool:
+    """Whether what a violation of this rule says is that the run fails after upstream's checks."""
+    return kind == "advice" and any(rule.doomed and rule.id == rule_id for rule in load_rules())
 
 
 class DenseDefault:
@@ -98,6 +105,7 @@ def rule(
     layer: Literal["given", "model"] = "model",
     field: str | None = None,
     implicit: bool = False,
+    doomed: bool = False,
 ) -> Callable[[Check], Check]:
     """Register a rule; `since` and `until` are Megatron-Core versions, both included."""
     fixes = (fix,) if isinstance(fix, Mapping) or callable(fix) else tuple(fix)
@@ -117,6 +125,7 @@ def rule(
                 layer=layer,
                 field=field,
                 implicit=implicit,
+                doomed=doomed,
             )
         )
         return check

@@ -33,6 +33,8 @@ class Violation:
     message: str
     fix: Mapping[str, object] | None
     reference: str
+    doomed: bool = False
+    """Advice on a run that upstream's checks let pass and that fails all the same."""
 
     def to_json(self) -> dict[str, object]:
         return {

@@ -43,7 +43,10 @@ class ValidityChecker:
         return Rejection(broken[0].rule, broken[0].message) if broken else None
 
     def errors(self, candidate: Candidate, *, fixes: bool = False) -> list[Violation]:
-        """The rules that a candidate breaks, with a way out of each where `fixes` are wanted."""
+        """The rules that a candidate breaks, with a way out of each where `fixes` are wanted.
+
+        Those that foretell a failure after upstream's checks count, too.
+        """
         result = check(
             self.configuration(candidate),
             mcore=self.mcore,
@@ -51,7 +54,7 @@ class ValidityChecker:
             capabilities=self.capabilities,
             fixes=fixes,
         )
-        return [violation for violation in result.violations if violation.kind == "error"]
+        return [found for found in result.violations if found.kind == "error" or found.doomed]
 
 
 def why_nothing_is_valid(space: SearchSpace, checker: ValidityChecker) -> str | None:

@@ -11,6 +11,7 @@ import pytest
 
 from tuner.constraints import Capabilities, InputError, apply_fix, check, describe, fix
 from tuner.constraints.docs import render
+from tuner.constraints.registry import foretells_failure
 
 DENSE = {
     "num_layers": 32,
@@ -185,3 +186,17 @@ def test_every_rule_is_described():
     described = describe()
     assert len(described) > 300
     assert all(entry["what"] and entry["reference"] for entry in described)
+
+
+def test_a_run_that_fails_after_upstreams_checks_is_valid_and_said_to_fail():
+    experts = {"num_moe_experts": 8, "moe_router_topk": 2, "use_te_rng_tracker": True}
+    whole = {"cuda_graph_impl": "full_iteration", "check_for_nan_in_loss": False}
+    result = check({**DENSE, **experts, **whole}, mcore="0.18.0")
+    found = {violation.rule: violation for violation in result.violations}
+    assert result.valid
+    assert found["G40"].doomed
+    assert foretells_failure("G40", "advice")
+    assert not foretells_failure("M20", "advice")
+    padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    again = check({**DENSE, **experts, **whole, **padded}, mcore="0.18.0")
+    assert "G40" not in {violation.rule for violation in again.violations}

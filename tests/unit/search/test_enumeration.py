@@ -121,3 +121,15 @@ def test_a_factored_space_holds_the_same_candidates(mcore: str) -> None:
     assert len(factored.tail) < len(factored.head)
     assert len(pairs) == len(whole) == len(factored)
     assert set(pairs) == {whole.candidate(row) for row in range(len(whole))}
+
+
+@pytest.mark.parametrize("mcore", ["0.16.1", "0.18.0"])
+def test_graphs_that_cannot_hold_the_experts_are_left_out(mcore: str) -> None:
+    experts = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_grouped_gemm": True}
+    check = ValidityChecker(fixed={**MODEL, **experts}, world_size=8, mcore=mcore)
+    found = enumerate_space(parse_space({"axes": GRAPHS}, where="space"), check)
+    spelt = [found.candidate(row).to_flat(mcore=mcore) for row in range(len(found))]
+    assert any(flat.get("cuda_graph_impl", "none") == "transformer_engine" for flat in spelt)
+    assert all(
+        flat.get("cuda_graph_impl", "none") in ("none", "transformer_engine") for flat in spelt
+    )

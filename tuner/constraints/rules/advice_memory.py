@@ -78,6 +78,7 @@ def full_iteration_graph_unregisters(c: Any) -> str | None:
     "megatron/core/transformer/transformer_layer.py: _forward_mlp; tensor_parallel/random.py: "
     "CheckpointFunction",
     kind="advice",
+    doomed=True,
     fix=[without_module("mlp")],
 )
 def recomputed_mlp_returns_its_bias(c: Any) -> str | None:

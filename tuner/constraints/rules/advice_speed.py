@@ -85,7 +85,7 @@ def one_uneven_end_shifts_layer_numbers(c: Any) -> str | None:
     return None
 
 
-@rule("G38", TC, kind="advice", fix=[{"cuda_graph_impl": "none"}])
+@rule("G38", TC, kind="advice", doomed=True, fix=[{"cuda_graph_impl": "none"}])
 def expert_overlap_with_whole_layer_graph(c: Any) -> str | None:
     """Expert overlap with transformer_engine graphs of whole layers."""
     whole = c.effective_cuda_graph_impl == "transformer_engine" and not c.effective_graph_modules
@@ -106,6 +106,7 @@ def local_graphs_need_graph_safe_random_numbers(c: Any) -> str | None:
     "G39",
     "pipeline_parallel/schedules.py: deallocate_output_tensor",
     kind="advice",
+    doomed=True,
     fix=[{"cuda_graph_impl": "transformer_engine"}, {"deallocate_pipeline_outputs": False}],
 )
 def local_graphs_hand_views_to_the_pipeline(c: Any) -> str | None:
@@ -118,6 +119,25 @@ def local_graphs_hand_views_to_the_pipeline(c: Any) -> str | None:
             "deallocate_pipeline_outputs refuses to free: the first step asserts"
         )
     return None
+
+
+@rule(
+    "G40",
+    "megatron/core/transformer/moe/README.md, CUDA Graph",
+    kind="advice",
+    doomed=True,
+    fix=[{"cuda_graph_impl": "none"}],
+)
+def whole_graph_needs_fixed_expert_shapes(c: Any) -> str | None:
+    """A full-iteration graph over experts that take as many tokens as come."""
+    if not c.full_iteration or (c.num_moe_experts or 0) <= 1:
+        return None
+    if c.drops_and_pads or c.moe_paged_stash:
+        return None
+    return (
+        "experts that take as many tokens as come have no fixed shapes to capture: give a capacity "
+        "factor and padding to it, from 0.18 the paged stash, or capture attention alone"
+    )
 
 
 @rule(

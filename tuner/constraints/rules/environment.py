@@ -167,6 +167,7 @@ def low_precision_needs_cuda(c: Any) -> str | None:
     "K06",
     "transformer_engine/pytorch/quantization.py: check_fp8_support",
     kind="advice",
+    doomed=True,
     fix=[{"fp8_recipe": "tensorwise"}, {"fp8": None, "fp4": None}],
 )
 def low_precision_suits_the_gpu(c: Any) -> str | None:

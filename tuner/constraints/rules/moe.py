@@ -418,6 +418,7 @@ def deepep_needs_several_ranks(c: Any) -> str | None:
     "M40",
     DISPATCHER,
     kind="advice",
+    doomed=True,
     fix=[{"moe_token_dispatcher_type": "alltoall"}],
     until="0.17.0",
 )

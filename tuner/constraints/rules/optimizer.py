@@ -181,7 +181,14 @@ def offloaded_optimizer_excludes_scaled_fp8(c: Any) -> str | None:
     return None
 
 
-@rule("O24", BUILD, kind="advice", fix=[{"optimizer_cpu_offload": False}], frontends=("bridge",))
+@rule(
+    "O24",
+    BUILD,
+    kind="advice",
+    doomed=True,
+    fix=[{"optimizer_cpu_offload": False}],
+    frontends=("bridge",),
+)
 def offloaded_optimizer_with_fp8_recipe_crashes(c: Any) -> str | None:
     """optimizer_cpu_offload under a mixed_precision recipe that keeps fp8 parameters: every check
     of Megatron Bridge passes, the optimizer build has been reported to crash."""
@@ -201,7 +208,14 @@ def step_overlap_excludes_reused_buffer(c: Any) -> str | None:
 FSDP = "distributed/fsdp/mcore_fsdp_adapter.py: FullyShardedDataParallel.__init__"
 
 
-@rule("D19", FSDP, kind="advice", fix=[{"gradient_accumulation_fusion": False}], since="0.17.0")
+@rule(
+    "D19",
+    FSDP,
+    kind="advice",
+    doomed=True,
+    fix=[{"gradient_accumulation_fusion": False}],
+    since="0.17.0",
+)
 def fsdp_accumulation_fusion_needs_te(c: Any) -> str | None:
     """Megatron FSDP with gradient_accumulation_fusion and Transformer Engine before 2.10."""
     if c.use_megatron_fsdp and c.gradient_accumulation_fusion and c.te < (2, 10):
@@ -215,6 +229,7 @@ def fsdp_accumulation_fusion_needs_te(c: Any) -> str | None:
     "D19",
     FSDP,
     kind="advice",
+    doomed=True,
     fix=[{"cuda_graph_impl": "none"}, {"overlap_moe_expert_parallel_comm": False}],
     since="0.18.0",
 )
