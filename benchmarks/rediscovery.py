@@ -12,7 +12,8 @@ since no profile has them: runs with them are judged by a full dry run. Expert t
 and offload of modules are left out, context parallelism goes up to 4 (2 with experts): no run used
 more, and profiles of every setting take the time.
 
-For each run: whether its configuration is valid and fits, by the rules and estimates of the plan;
+For each run: whether its configuration is valid and fits, by the rules (of the Megatron-Core of its
+release, or of a later one) and estimates of the plan;
 how far above the predicted best its predicted step lies; the share of the candidates that fit which
 are predicted to be faster, from a random draw of `DRAWN` of the space; and where the best is
 faster by more than `FASTER`, what the difference is made of, in seconds and in settings. A run that
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 import time
@@ -42,7 +44,7 @@ from tuner.cluster.prepared import PreparedJob, installed_mcore
 from tuner.commands.estimate import estimate_document
 from tuner.configuration import PRECISION_FIELDS, rule_fields
 from tuner.constraints.fields import catalogue
-from tuner.constraints.registry import resolve_version
+from tuner.constraints.registry import BRIDGE_VERSIONS, resolve_version
 from tuner.errors import InputError
 from tuner.estimation import EstimateRequest
 from tuner.job import parse_job
@@ -65,7 +67,6 @@ SOURCE = "mbridge-perf"
 RUN = ("model", "gpu", "num_gpus", "precision", "seq_length", "gbs", "task")
 BEST_SHARE, NEAR_BEST = 0.03, 0.04
 FASTER = 0.04
-NEWEST = "0.19.2"
 DRAWN = 2000
 _OF_AXES = (
     "pipeline_model_parallel_layout",
@@ -138,8 +139,7 @@ def rediscover(row: Mapping[str, Any]) -> Rediscovered:
     try:
         observation = observation_of(row)
         request = EstimateRequest.from_document(_plain(observation.document))
-        checker = _checker(request, NEWEST)
-        errors = [f"{one.rule}: {one.message}" for one in checker.errors(request.candidate)]
+        errors = _errors(row, request)
         found = {"valid": not errors, "violations": tuple(errors)}
         found |= _compared(_on_installed(request), observation.step_time_s)
     except InputError as error:
@@ -147,6 +147,24 @@ def rediscover(row: Mapping[str, Any]) -> Rediscovered:
     return Rediscovered(
         id=row["id"], run=name, seconds=round(time.perf_counter() - started, 1), **found
     )
+
+
+def _errors(row: Mapping[str, Any], request: EstimateRequest) -> list[str]:
+    """The rules that the run breaks: none where a Megatron-Core from that of its release on takes
+    it, else those of the newest."""
+    named = re.search(r"release v0\.(\d+)", str(row.get("source_version")))
+    later = [
+        version
+        for version, bridge in BRIDGE_VERSIONS.items()
+        if named is None or int(bridge.split(".")[1]) >= int(named[1])
+    ]
+    errors: list[str] = []
+    for version in later:
+        broken = _checker(request, version).errors(request.candidate)
+        errors = [f"{one.rule}: {one.message}" for one in broken]
+        if not errors:
+            break
+    return errors
 
 
 def _plain(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -109,13 +109,17 @@ def rule_fields(model: ModelSpec, mcore: str) -> dict[str, Any]:
     from tuner.constraints.registry import resolve_version
 
     known, version = catalogue(), resolve_version(mcore)
-    return {
+    fields = {
         name: value
         for name, value in model.to_flat().items()
         if name in known
         and version in known[name].default
         and (model.multi_latent_attention or not known[name].only_mla)
     }
+    if fields.get("activation_func") == "quick_gelu":
+        # Models have the function of fusions/fused_bias_geglu.py, which rules call by this name.
+        fields["activation_func"] = "quick_geglu"
+    return fields
 
 
 def _precision(document: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:

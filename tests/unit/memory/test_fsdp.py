@@ -91,6 +91,40 @@ def test_weights_are_whole_only_while_their_layer_runs() -> None:
     assert held == pytest.approx(2 * outside_layers, rel=_PADDING)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "architecture", "each"),
+    [("tensorwise", "hopper", 1), ("tensorwise", "blackwell", 1), ("mxfp8", "blackwell", 2)],
+)
+def test_weights_in_eight_bits_are_sharded_too(recipe: str, architecture: str, each: float) -> None:
+    """MXFP8 keeps what is read by columns apart; other transposes go when a layer is through."""
+    run = dry_run(
+        _MODEL,
+        Candidate.from_flat(
+            {
+                "micro_batch_size": 1,
+                "use_megatron_fsdp": True,
+                "data_parallel_sharding_strategy": "optim_grads_params",
+                "overlap_param_gather": True,
+                "overlap_grad_reduce": True,
+                "suggested_communication_unit_size": 1,
+                "fp8": "e4m3" if recipe == "mxfp8" else "hybrid",
+                "fp8_recipe": recipe,
+                "fp8_param": True,
+            }
+        ),
+        world_size=4,
+        seq_length=128,
+        global_batch_size=4 * _MICROBATCHES,
+        te_version="2.12.0",
+        architecture=architecture,
+    )
+    held = breakdown_at(run.trace, len(run.trace) - 1)[WEIGHTS]
+    layers = _COUNTS.attention + _COUNTS.dense_mlp
+    rest = _COUNTS.total - _LAYERS * layers
+    scales = 2 * layers * _LAYERS / 32 if recipe == "mxfp8" else 0  # of whole weights, by block
+    assert held == pytest.approx(each / 4 * _LAYERS * layers + 2 / 4 * rest + scales, rel=0.06)
+
+
 def test_gathers_without_overlap_leave_all_weights_whole_between_steps() -> None:
     at_once = _run("optim_grads_params")
     held = breakdown_at(at_once.trace, len(at_once.trace) - 1)[COMMUNICATION]

@@ -32,6 +32,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._delayed: list[Any] = []
         self._delayed_products: list[Callable[[], None]] = []
         self.delay_wgrad_compute = False
+        self._after_weight_gradients: list[Callable[[], None]] = []
 
     def set_tensor_parallel_group(self, group: Any) -> None:
         self.tp_group = group
@@ -84,11 +85,27 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def need_backward_dw(self) -> bool:
         return self.delay_wgrad_compute
 
+    def delay_gradients(self) -> None:
+        """Have data parallelism wait for `backward_dw` where weight gradients are put off."""
+        if self.delay_wgrad_compute:
+            for parameter in self.parameters():
+                parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        self._after_weight_gradients.append(hook)
+
     def backward_dw(self) -> None:
         """Compute the weight gradients put off by `delay_wgrad_compute`."""
-        if self._delayed:
-            self._delayed_products.pop(0)()
-            self._delayed.pop(0)
+        if not self._delayed:
+            return
+        self._delayed_products.pop(0)()
+        if not self.fuse_wgrad_accumulation:
+            for name, parameter in self.named_parameters():
+                if name.startswith("weight"):
+                    parameter.grad = allocate(parameter.shape, parameter.dtype)
+        self._delayed.pop(0)
+        for hook in self._after_weight_gradients:
+            hook()
 
 
 def new_parameter(

@@ -20,6 +20,7 @@ from tuner.memory.te.base import (
     weight_columns_needed,
 )
 from tuner.memory.te.offload_layers import keep_on_device
+from tuner.memory.te.primary import QuantizedTensor
 from tuner.memory.te.quantized import GRADIENT, INPUT, quantize_parts, saved_tensors
 from tuner.memory.te.state import use_stream_workspaces, weight_gradient
 
@@ -51,6 +52,8 @@ class _GroupedFunction(torch.autograd.Function):
                 layer.quantized_weight(f"weight{index}", weight, cache_weights, columns=columns)
                 for index, weight in enumerate(weights)
             ]
+            if isinstance(weights[0], QuantizedTensor):
+                copies = []  # saved as the parameters they are, whose columns may be freed
         use_stream_workspaces()
         output = allocate((rows_of(inputs), weights[0].shape[0]), inputs.dtype)
         width, depth = weights[0].shape
@@ -94,9 +97,10 @@ class _GroupedFunction(torch.autograd.Function):
         product = partial(grouped, width, depth, rows, output_bytes=written)
         if layer.delay_wgrad_compute:
             layer.keep_for_later(product, operand, gradient, kept)
-            weight_grads: list[Any] = [None] * count
         else:
             product()
+        weight_grads: list[Any] = [None] * count
+        if layer.fuse_wgrad_accumulation or not layer.delay_wgrad_compute:
             weight_grads = [
                 weight_gradient(
                     getattr(layer, f"weight{index}"), layer.fuse_wgrad_accumulation, grouped=True
@@ -155,6 +159,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             self.register_parameter(
                 f"bias{index}", new_parameter((self.out_features,), params_dtype)
             )
+        self.delay_gradients()
 
     def forward(
         self, inputs: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None

@@ -27,6 +27,7 @@ from tuner.memory.te.base import (
 from tuner.memory.te.norm import norm_gradients, statistics
 from tuner.memory.te.offload import mark_activation_offload
 from tuner.memory.te.offload_layers import keep_on_device
+from tuner.memory.te.primary import QuantizedTensor
 from tuner.memory.te.quantized import (
     GRADIENT,
     INPUT,
@@ -77,6 +78,8 @@ class _LinearFunction(torch.autograd.Function):
             if norm_weight is None:
                 columns = weight_columns_needed(inputs, grad_enabled)
             weight_copy = layer.quantized_weight("weight", weight, cache_weight, columns=columns)
+            if isinstance(weight, QuantizedTensor):
+                weight_copy = None  # saved as the parameter it is, whose columns may be freed
         rows = rows_of(inputs) * (layer.tp_size if gathers else 1)
         use_workspace()
         with in_userbuffer(layer.parallel_mode == "row" and "ub_overlap_rs" in layer.overlaps):
@@ -126,9 +129,10 @@ class _LinearFunction(torch.autograd.Function):
         product = partial(_weight_product, weight, all_rows, ctx.dtype, recipe, layer)
         if layer.delay_wgrad_compute:
             layer.keep_for_later(product, operand, gradient, saved)
-            weight_grad = None
         else:
             product()
+        weight_grad = None
+        if layer.fuse_wgrad_accumulation or not layer.delay_wgrad_compute:
             # Not the saved weight: offload gives it back without its attributes.
             weight_grad = weight_gradient(layer.weight, layer.fuse_wgrad_accumulation)
         bias_grad = allocate((weight.shape[0],), weight.dtype) if ctx.has_bias else None
@@ -330,6 +334,7 @@ class Linear(TransformerEngineBaseModule):
                 split_dim=0 if parallel_mode == "column" else None,
                 sequence_parallel=parallel_mode == "row" and self.sequence_parallel,
             )
+        self.delay_gradients()
 
     def forward(self, inputs: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         applied = None if self.return_bias else self.bias

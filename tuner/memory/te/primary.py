@@ -40,6 +40,7 @@ class QuantizedTensor(torch.Tensor):
     """A tensor of nominal shape and type whose storage is `copy`."""
 
     copy: Quantized
+    is_meta = False
 
     @staticmethod
     def __new__(
@@ -61,6 +62,11 @@ class QuantizedTensor(torch.Tensor):
         if func in _VIEWS:
             shape = func(_plain(source), *args[1:], **(kwargs or {})).shape
             return type(source)(shape, source.dtype, source.copy)
+        if (
+            func is aten._to_copy.default
+            and (kwargs or {}).get("dtype", source.dtype) == source.dtype
+        ):
+            return type(source)(source.shape, source.dtype, source.copy)  # it is on the device
         if func is aten.copy_.default and isinstance(source, QuantizedTensor):
             issue.touched(args[1], *source.copy.tensors, kind="quantize")
             return source
@@ -81,17 +87,100 @@ class QuantizedTensor(torch.Tensor):
     def data(self, value: Any) -> None:
         self.copy = value.copy
 
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Make or free what is read by rows or by columns."""
+        if columnwise_usage:
+            self.copy.add_columns()
+        elif columnwise_usage is False:
+            self.copy.only_rows()
+        if rowwise_usage is False:
+            self.copy.only_columns()
+
+    def _raw(self, parts: list[torch.Tensor]) -> torch.Tensor | None:
+        """The data among these parts, in the tensor's shape."""
+        if not parts:
+            return None
+        if parts[0].shape != self.shape and parts[0].numel() == self.numel():
+            parts[0].resize_(self.shape)
+        return parts[0]
+
+
+def _put(parts: list[torch.Tensor], data: torch.Tensor | None) -> None:
+    """Let data lie elsewhere, or nowhere."""
+    if data is None:
+        parts.clear()
+    else:
+        parts[:1] = [data]
+
 
 class Float8Tensor(QuantizedTensor):
     """One scale for the tensor."""
 
+    _transpose_invalid = False
 
-class MXFP8Tensor(QuantizedTensor):
+    @property
+    def _data(self) -> torch.Tensor | None:
+        return self._raw(self.copy.rows)
+
+    @_data.setter
+    def _data(self, data: torch.Tensor) -> None:
+        _put(self.copy.rows, data)
+
+    @property
+    def _transpose(self) -> torch.Tensor | None:
+        return self.copy.columns[0] if self.copy.columns else None
+
+    @_transpose.setter
+    def _transpose(self, data: torch.Tensor | None) -> None:
+        _put(self.copy.columns, data)
+
+    def _create_transpose(self) -> None:
+        with filed_under(LOW_PRECISION_WEIGHTS):
+            self.copy.make_columns()
+        issue.touched(*self.copy.tensors, kind="quantize")
+
+
+class _ByRowsAndColumns(QuantizedTensor):
+    """Data by rows and by columns under names of their own."""
+
+    @property
+    def _rowwise_data(self) -> torch.Tensor | None:
+        return self._raw(self.copy.rows)
+
+    @_rowwise_data.setter
+    def _rowwise_data(self, data: torch.Tensor) -> None:
+        _put(self.copy.rows, data)
+
+    @property
+    def _columnwise_data(self) -> torch.Tensor | None:
+        return self._raw(self.copy.columns)
+
+    @_columnwise_data.setter
+    def _columnwise_data(self, data: torch.Tensor) -> None:
+        _put(self.copy.columns, data)
+
+
+class MXFP8Tensor(_ByRowsAndColumns):
     """One scale for each 32 elements."""
 
+    def _create_columnwise(self) -> None:
+        raise UnsupportedError(
+            "Megatron-FSDP asks Transformer Engine before 2.10 for columns of MXFP8 weights, which "
+            "it cannot make from rows",
+            field="fp8_param",
+            fix="unset it, or name Transformer Engine 2.10 or later (te_version)",
+        )
 
-class Float8BlockwiseQTensor(QuantizedTensor):
+
+class Float8BlockwiseQTensor(_ByRowsAndColumns):
     """One scale for each tile."""
+
+    def _create_columnwise(self) -> None:
+        with filed_under(LOW_PRECISION_WEIGHTS):
+            self.copy.add_columns()
+        issue.touched(*self.copy.tensors, kind="quantize")
 
 
 class NVFP4Tensor(QuantizedTensor):
@@ -181,8 +270,10 @@ def cast_master_weights_to_fp8(
     issue.touched(*rounded, *rounded, kind="quantize")
 
 
-def post_all_gather_processing(model_weights: Sequence[QuantizedTensor]) -> None:
+def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[QuantizedTensor]) -> None:
     """Renew what is read by columns after rows have arrived (from Transformer Engine 2.10 on)."""
+    if isinstance(model_weights, QuantizedTensor):
+        model_weights = [model_weights]
     for weight in model_weights:
         with filed_under(LOW_PRECISION_WEIGHTS):
             weight.copy.add_columns()

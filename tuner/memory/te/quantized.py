@@ -63,7 +63,11 @@ class Quantized:
         if not self.lacks_columns:
             return
         if self.recipe.per_tensor or (self.recipe.kind == "block" and self.role == WEIGHT):
-            self.columns = _storage(self.recipe, self.role, self.shape, columns=True)
+            self.make_columns()
+
+    def make_columns(self) -> None:
+        """Make what is read by columns, needed or not."""
+        self.columns = _storage(self.recipe, self.role, self.shape, columns=True)
 
 
 def quantize(

@@ -195,6 +195,9 @@ def _modules() -> dict[str, dict[str, Any]]:
         f"{top}.tensor": {"QuantizedTensor": primary.QuantizedTensor},
         f"{top}.tensor.float8_tensor": {"Float8Tensor": primary.Float8Tensor},
         f"{top}.tensor.mxfp8_tensor": {"MXFP8Tensor": primary.MXFP8Tensor},
+        f"{top}.tensor.float8_blockwise_tensor": {
+            "Float8BlockwiseQTensor": primary.Float8BlockwiseQTensor
+        },
         f"{top}.tensor.nvfp4_tensor": {"NVFP4Tensor": primary.NVFP4Tensor},
         f"{top}.tensor.utils": {
             "replace_raw_data": primary.replace_raw_data,
