@@ -20,7 +20,7 @@ class InputError(ValueError):
     def at(self, where: str, field: str = "") -> InputError:
         """The same error with its place in a file: `field` is put before the field it has."""
         path = ".".join(part for part in (field, self.field) if part)
-        return InputError(self.message, where=where or self.where, field=path, fix=self.fix)
+        return type(self)(self.message, where=where or self.where, field=path, fix=self.fix)
 
 
 class EnvironmentLacksError(RuntimeError):

@@ -9,5 +9,5 @@ class UnsupportedError(InputError):
     """A combination the memory model does not cover; `field` names the setting in the way."""
 
 
-REFUSED = "Megatron-Core refuses it"
-"""How a message starts that is Megatron-Core's own."""
+class RefusedError(InputError):
+    """What Megatron-Core itself does not run; the message says so and repeats its own."""

@@ -95,19 +95,21 @@ def _as_error(error: BaseException) -> dict[str, Any]:
             "fix": error.fix,
         }
     if isinstance(error, (TrialSpecError, ValueError, AssertionError)):
-        return {"error": "input", "message": _refusal(error), "field": "", "fix": ""}
+        refusal = _refusal(error)
+        kind = "input" if refusal is None else "refused"
+        message = refusal or str(error) or _place(error)
+        return {"error": kind, "message": message, "field": "", "fix": ""}
     return {"error": "crash", "message": f"{type(error).__name__}: {error} {_place(error)}"}
 
 
-def _refusal(error: BaseException) -> str:
-    """What the error says, and that it is Megatron-Core who says it where that is so."""
+def _refusal(error: BaseException) -> str | None:
+    """What Megatron-Core says against a configuration; None for an error that is not its own."""
     import traceback
 
-    from tuner.memory.errors import REFUSED
-
-    says = str(error) or _place(error)
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return f"{REFUSED}: {says}" if "megatron" in raised_in.parts else says
+    if "megatron" not in raised_in.parts:
+        return None
+    return f"Megatron-Core refuses it: {str(error) or _place(error)}"
 
 
 def _place(error: BaseException) -> str:

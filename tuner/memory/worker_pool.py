@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import InputError
-from tuner.memory.errors import UnsupportedError
+from tuner.memory.errors import RefusedError, UnsupportedError
 from tuner.memory.request import DryRunRequest
 from tuner.memory.trace import Trace
 
@@ -130,5 +130,6 @@ atexit.register(stop_workers)
 def _error(answer: dict[str, Any]) -> Exception:
     if answer["error"] == "crash":
         return DryRunError(answer["message"])
-    kind = UnsupportedError if answer["error"] == "unsupported" else InputError
+    kinds = {"unsupported": UnsupportedError, "refused": RefusedError}
+    kind = kinds.get(answer["error"], InputError)
     return kind(answer["message"], field=answer["field"], fix=answer["fix"])

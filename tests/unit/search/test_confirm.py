@@ -11,6 +11,7 @@ from workplaces import h100_node
 
 from tuner.candidate import Candidate
 from tuner.errors import InputError
+from tuner.memory.errors import RefusedError
 from tuner.search.planning.confirm import confirm_plan
 from tuner.search.planning.front import Ranked
 from tuner.search.planning.graph_memory import captures_layers, layer_input_bytes
@@ -121,6 +122,19 @@ def test_what_cannot_be_dry_run_stays_and_confirms_nothing() -> None:
     found = confirm_plan(plan_of(*memory), place(), 1, estimate)
     assert [answer["fits"] for answer in found.answers.values()] == [None, True]
     assert batches(found.plan) == [1, 2]
+
+
+def test_what_megatron_core_refuses_is_left_out() -> None:
+    memory = (900.0, 900.0)
+    runs = DryRuns(memory, more=0.0)
+
+    def estimate(document: Mapping[str, Any], ranks: object) -> dict[str, Any]:
+        if document["config"].get("micro_batch_size", 1) == 1:
+            raise RefusedError("its own words").at("finalist")
+        return runs(document, ranks)
+
+    found = confirm_plan(plan_of(*memory), place(), 1, estimate)
+    assert (found.left_out, batches(found.plan)) == (1, [2])
 
 
 def test_dry_runs_end_when_nothing_fits() -> None:

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from tuner.candidate import Candidate
-from tuner.memory.errors import REFUSED
+from tuner.memory.errors import RefusedError
 from tuner.search.guide import ALLOCATOR
 from tuner.search.planning.front import Ranked
 from tuner.search.planning.plan import Plan
@@ -161,7 +161,7 @@ def confirm(candidate: Candidate, place: Workplace, estimate: Estimate) -> dict[
     try:
         found = _fullest_answer(document, ranks, estimate)
     except InputError as error:
-        refused = REFUSED in str(error)
+        refused = isinstance(error, RefusedError)
         found = {"fits": False if refused else None, "reason": str(error)}
     folder.mkdir(parents=True, exist_ok=True)
     write_json_atomically(path, found)
@@ -182,7 +182,11 @@ def _fullest_answer(
 
 
 def fullest_ranks(candidate: Candidate, place: Workplace) -> list[int] | None:
-    """A rank of each stage that may be the fullest; None where composition does not say."""
+    """A rank of each stage that may be the fullest; None where composition does not say.
+
+    Two of each where a part of the optimizer is on the host: what that leaves on the device
+    differs within a stage.
+    """
     from tuner.errors import InputError
     from tuner.memory.composition.compose import stage_memories
     from tuner.memory.worker_pool import DryRunError
@@ -202,4 +206,7 @@ def fullest_ranks(candidate: Candidate, place: Workplace) -> list[int] | None:
     chosen = [stage for stage in order if peaks[stage] >= _NEAR * peaks[order[0]]]
     per_stage = place.world_size // len(peaks)
     last = len(peaks) - 1
+    if candidate.optimizer_cpu_offload and 0.0 < candidate.optimizer_offload_fraction < 1.0:
+        firsts = [stage * per_stage for stage in chosen]
+        return sorted({*firsts, *(first + per_stage // 2 for first in firsts)})
     return [place.world_size - 1 if stage == last else stage * per_stage for stage in chosen]
