@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from tuner.formats.shell_flow import Flow
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*|\d)(?:\[[@*]\])?(?::?[-=]([^}]*))?\}?")
+_REFERENCE = re.compile(
+    r"\$(?:([A-Za-z_]\w*|\d)|\{([A-Za-z_]\w*|\d)(?:\[[@*]\])?"
+    r"(?:(:?[-=+])((?:[^{}$]|\$\w|\$\{[^{}]*\})*))?\})"
+)
+_HEREDOC = re.compile(r"(?<!<)<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
+_STARTS_A_RUN = re.compile(
+    r"\b(torchrun|torch\.distributed|srun|python3?|pretrain_\w+)\b[^\n]*\s--?\w"
+)
 _DEFAULT = re.compile(r"\$\{([A-Za-z_]\w*):?=([^}]*)\}")
 _ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _OPERATORS = frozenset((";", ";;", ";&", ";;&", "&&", "||", "|", "&"))
@@ -57,10 +64,39 @@ def read_script(text: str) -> Script:
     Bodies of loops and functions are read once. Raises ValueError where the quoting never ends.
     """
     script, flow = Script(), Flow()
+    text, documents = _without_heredocs(text)
     for line in _logical_lines(text):
         _read_line(line, script, flow)
     script.undecided = list(dict.fromkeys(flow.undecided))
+    for document in documents:
+        if _STARTS_A_RUN.search(document):  # a job script that this one writes
+            inner = Flow()
+            for line in _logical_lines(document):
+                _read_line(line, script, inner)
     return script
+
+
+def _without_heredocs(text: str) -> tuple[str, list[str]]:
+    """The text without the bodies of its here-documents, and these."""
+    kept: list[str] = []
+    bodies: list[str] = []
+    end, body = "", [""]
+    for line in text.splitlines():
+        if end:
+            if line.strip() == end:
+                bodies.append("\n".join([*body, ""]))
+                end = ""
+            else:
+                body.append(line)
+            continue
+        kept.append(line)
+        found = _HEREDOC.search(line)
+        if found and not line.lstrip().startswith("#"):
+            end, body = found[2], []
+            kept[-1] = line[: found.start()] + line[found.end() :]
+    if end:  # it never ends: no here-document after all
+        kept += body
+    return "\n".join([*kept, ""]), bodies
 
 
 def _logical_lines(text: str) -> list[str]:
@@ -68,7 +104,8 @@ def _logical_lines(text: str) -> list[str]:
     lines: list[str] = []
     pending: list[str] = []
     part, quote, array = "", "", False
-    for raw in re.sub(r"\\\r?\n", " ", text).splitlines():
+    text = re.sub(r"\\\r?\n", " ", text)
+    for raw in re.sub(r"(&&|\|\||\|)[ \t]*\r?\n", r"\1 ", text).splitlines():
         part = f"{part}\n{raw}" if part else raw
         if quote not in raw:
             continue
@@ -135,7 +172,7 @@ def _read_line(line: str, script: Script, flow: Flow) -> None:
         if command:
             _read_command(flow.step(command, joined, value), script)
             command = []
-        joined = word if word in ("&&", "||") else ";"
+        joined = word if word in ("&&", "||", "|") else ";"
         if word.startswith(";;"):
             flow.end_of_case()
     if command:  # an array that never ends
@@ -144,15 +181,22 @@ def _read_line(line: str, script: Script, flow: Flow) -> None:
 
 def _read_command(words: Sequence[str], script: Script) -> None:
     """One command, or the variables that it sets."""
-    if words[:1] and words[0] in _SETTERS and len(words) > 1 and _array_start(words[1]):
-        words = words[1:]
+    if words[:1] and words[0] in _SETTERS:
+        named = [word for word in words[1:] if not word.startswith("-")]
+        words = named if named and _array_start(named[0]) else words
     if words and _array_start(words[0]):
         _read_array(words, script)
         return
     exported = words[:1] == ["export"]
     if words and words[0] in _SETTERS:
         words = [word for word in words[1:] if not word.startswith("-")]
+    if exported:
+        words = sorted(words, key=lambda word: "=" not in word)  # those without a value set none
     while words and (match := _ASSIGNMENT.fullmatch(words[0])):
+        if match[3] == "()":
+            script.variables[match[1]] = []
+            words = words[1:]
+            continue
         values = _expand_word(match[3], script)
         name = match[1]
         previous = script.variables.get(name, []) if match[2] else []
@@ -187,16 +231,21 @@ def _expand_word(word: str, script: Script, depth: int = 0) -> list[str]:
     word = _ARITHMETIC.sub(lambda found: _computed(found, script), word)
     whole = _REFERENCE.fullmatch(word)
     if whole is not None and depth < _MAX_DEPTH:
-        known = script.variables.get(whole[1])
-        if known is not None:
+        name, sign, other = whole[1] or whole[2], whole[3] or "", whole[4]
+        known = script.variables.get(name)
+        if sign.endswith("+"):
+            return _expand_word(other, script, depth + 1) if other and any(known or ()) else []
+        if known is not None and (any(known) or not other):
             return [part for part in known if part]
-        return _expand_word(whole[2], script, depth + 1) if whole[2] else [word]
+        return _expand_word(other, script, depth + 1) if other else [word]
 
     def value(match: re.Match[str]) -> str:
-        known = script.variables.get(match[1])
+        known = script.variables.get(match[1] or match[2])
+        if (match[3] or "").endswith("+"):
+            return match[4] if any(known or ()) else ""
         if known is not None:
             return " ".join(known)
-        return match[2] if match[2] is not None else match[0]
+        return match[4] if match[4] is not None else match[0]
 
     return [_REFERENCE.sub(value, word)]
 
@@ -206,9 +255,10 @@ def _text(word: str, script: Script) -> str | None:
     word = word.replace("$#", "0").replace("${#@}", "0")
     word = re.sub(r"\$\{?[@*]\}?", "", word)
     text = " ".join(_expand_word(word, script))
-    if "$(" in text or "`" in text:
-        return None
-    return _REFERENCE.sub(lambda found: found[2] or "", text)
+    text = _REFERENCE.sub(
+        lambda found: "" if (found[3] or "").endswith("+") else found[4] or "", text
+    )
+    return None if "$" in text or "`" in text else text
 
 
 def _computed(found: re.Match[str], script: Script) -> str:

@@ -25,6 +25,8 @@ _COMPARED: dict[str, Callable[[int, int], bool]] = {
 }
 _SIGNS = {"==": "-eq", "!=": "-ne", "<=": "-le", ">=": "-ge", "<": "-lt", ">": "-gt"}
 _OPENERS = frozenset(("then", "else", "do", "{"))
+_ASKING = frozenset(("grep", "command", "which", "type", "hash", "pgrep", "diff", "cmp"))
+"""Commands that are run for whether they succeed."""
 
 
 @dataclass(slots=True)
@@ -88,11 +90,19 @@ class Flow:
             elif first in ("fi", "done", "esac"):
                 self._close({"fi": "if", "done": "loop", "esac": "case"}[first])
                 return []
+            elif first == "{" and joined != ";":
+                runs = (
+                    self._last if joined == "&&" else None if self._last is None else not self._last
+                )
+                self._frames.append(_Frame("group", runs=runs))
+                words, joined = rest, ";"
+            elif first == "}" and frame is not None and frame.kind == "group":
+                self._frames.pop()
+                return []
             elif first in _OPENERS:
                 words = rest
             elif frame is not None and frame.deciding:
-                self._condition(frame, words, joined, value)
-                return []
+                return self._condition(frame, words, joined, value)
             else:
                 return self._command(words, joined, value)
         return []
@@ -106,20 +116,29 @@ class Flow:
         return all(frame.runs is not False for frame in self._frames)
 
     def _command(self, words: list[str], joined: str, value: Value) -> list[str]:
+        if joined == "|":
+            self._last = None  # of a pipeline only a run tells
+            return words if self._runs() else []
         wanted = joined == ";" or self._last is not (joined == "||")
+        if wanted and joined != ";" and self._last is None and self._runs():
+            self.undecided.append(f"{joined} {' '.join(words)}")
         truth = _test(words, value)
         if truth != "none":
             if wanted:
                 self._last = truth if isinstance(truth, bool) else None
             return []
         if wanted:
-            self._last = True
+            self._last = None if words[0] in _ASKING else True
         return words if wanted and self._runs() else []
 
-    def _condition(self, frame: _Frame, words: list[str], joined: str, value: Value) -> None:
+    def _condition(self, frame: _Frame, words: list[str], joined: str, value: Value) -> list[str]:
+        """Note the truth of a command; the command itself where it is no mere test."""
         truth = _test(words, value)
+        asked = words[1:] if words[0] == "!" else words
         known = truth if isinstance(truth, bool) else None
-        if joined == "&&":
+        if joined == "|":
+            known = None
+        elif joined == "&&":
             both = (frame.decided, known)
             known = False if False in both else None if None in both else True
         elif joined == "||":
@@ -128,6 +147,7 @@ class Flow:
         frame.decided = known
         if known is None and self._outer_runs():
             self.undecided.append(f"{frame.subject or 'if'} {' '.join(words)}")
+        return asked if truth == "none" and self._outer_runs() else []
 
     def _outer_runs(self) -> bool:
         return all(frame.runs is not False for frame in self._frames[:-1])
@@ -204,7 +224,8 @@ def _joined(
 
 
 def _primary(words: list[str], value: Value, patterns: bool) -> bool | None:
-    words = [word for word in words if word not in ("(", ")")]
+    if any(word.startswith("(") or word == ")" for word in words):
+        return None  # groups
     if words[:1] == ["!"]:
         inner = _primary(words[1:], value, patterns)
         return None if inner is None else not inner

@@ -35,6 +35,18 @@ SCRIPTS = {
     "not": "if ! [ $TP -eq 1 ]; then PP=6; fi",
     "until": "until [ 1 -eq 1 ]; do TP=9; done",
     "a default": "if [ ${GPUS:-8} -ge 8 ]; then PP=8; fi",
+    "a condition over two lines": "M=8b\n[[ $M == 70b ]] &&\n  TP=16\n[[ $M == 8b ]] ||\nPP=16",
+    "a group": "[ 2 -gt 3 ] && {\nTP=3\nPP=4\n}\n[ 2 -gt 3 ] || { TP=5; }\n[ 1 = 1 ] || { PP=9; }",
+    "an empty array": (
+        "ARGS=(); ARGS+=(--x 1)\ndeclare -a MORE=(--y 2)\nMORE+=(--z)\nARGS+=(${MORE[@]})"
+    ),
+    "a part of a value": 'A=llama\nif [ "${A:-x}" = llama ]; then TP=7; fi',
+    "an option where set": "X=1\nARGS+=(${X:+--flag} ${Y:+--other} ${Y:-${Z:-3}})",
+    "exports": "export A TP=4\nexport PP=$TP",
+    "a document": (
+        "cat > cfg.py <<'EOT'\nif x == 1:\n    it's = 2\nfi\nEOT\n"
+        "if [ 1 = 2 ]; then\ncat <<EOT\nfi\nEOT\nTP=9\nelse\nPP=4\nfi"
+    ),
     "nothing": "MORE=\nARGS+=($MORE)\nTP='2 '$MORE",
     "arithmetic": "GPUS=16\nif [ $((GPUS / TP)) -eq 8 ]; then PP=8; fi",
 }
@@ -57,6 +69,13 @@ def test_what_runs_is_what_bash_runs(name: str) -> None:
         ("if [[ $(hostname) == a* ]]; then TP=4; else TP=8; fi", "if [[ $(hostname) == a* ]]"),
         ("if nvidia-smi | grep -q H100; then TP=4; else TP=8; fi", "if nvidia-smi"),
         ("case $SIZE in\n8b) TP=4;;\n70b) TP=8;;\nesac", "case $SIZE"),
+        ("TP=4\n[ -f ckpt ] && TP=8", "&& TP=8"),
+        ("TP=4\nnvidia-smi | grep -q H100 && TP=8", "&& TP=8"),
+        ("A=llama\nif [ ${A:0:2} = ll ]; then TP=4; else TP=8; fi", "if [ ${A:0:2} = ll ]"),
+        (
+            "if [[ ( a = a || b = c ) && c = d ]]; then TP=4; else TP=8; fi",
+            "if [[ ( a = a || b = c ) && c = d ]]",
+        ),
     ],
 )
 def test_what_only_a_run_decides_is_read_both_ways_and_noted(lines: str, condition: str) -> None:
@@ -72,3 +91,16 @@ def test_what_only_a_run_decides_is_read_both_ways_and_noted(lines: str, conditi
 )
 def test_keywords_out_of_place_break_nothing(text: str) -> None:
     read_script(f"{text}\ntorchrun --tp 1")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "until torchrun --tp 1; do sleep 1; done",
+        "if ! torchrun --tp 1; then exit 1; fi",
+        "if torchrun --tp 1; then echo; fi",
+        "cat > job.sh <<EOT\n#!/bin/bash\ntorchrun --tp 1\nEOT\nsbatch job.sh",
+    ],
+)
+def test_a_run_is_found_wherever_it_stands(text: str) -> None:
+    assert ["torchrun", "--tp", "1"] in read_script(text).commands
