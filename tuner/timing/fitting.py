@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tuner.timing.calibration import NAMES, Calibration
-from tuner.timing.rates import SHARES, Rates
+from tuner.timing.rates import HIGHEST, Rates
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -107,7 +107,7 @@ class _Problem:
         self.free = np.array([NAMES.index(name) for name in parameters], dtype=int)
         self.start = prior.logarithms()
         self.precision = np.linalg.inv(prior.covariance[np.ix_(self.free, self.free)])
-        self.highest = np.where([name in SHARES for name in NAMES], 0.0, np.inf)
+        self.highest = np.log([HIGHEST.get(name, np.inf) for name in NAMES])
         self._slopes: tuple[Values, Values] | None = None
         self._silent = np.zeros(len(self.free), dtype=bool)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -53,10 +54,12 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_what_runs_is_what_bash_runs(name: str) -> None:
+def test_what_runs_is_what_bash_runs(name: str, tmp_path: Path) -> None:
     text = f"ARGS=(--bf16)\nTP=2\nPP=1\n{SCRIPTS[name]}\n{RUN}\n"
     bash = "torchrun() { printf '%s\\n' torchrun \"$@\"; }\n" + text
-    ran = subprocess.run(["bash", "-c", bash], capture_output=True, text=True, env={}, check=True)
+    ran = subprocess.run(
+        ["bash", "-c", bash], capture_output=True, text=True, env={}, check=True, cwd=tmp_path
+    )
     script = read_script(text)
     assert script.commands[-1] == ran.stdout.split()
     assert script.undecided == []
