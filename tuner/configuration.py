@@ -44,7 +44,19 @@ def full_configuration(
         except (ValueError, TypeError) as error:
             raise InputError(str(error), where=where, field="model") from None
     run = {key: document[key] for key in _RUN_KEYS if document.get(key) is not None}
-    return {**model, **_precision(document, model), **run, **_plain(config, where)}
+    fields = _plain(config, where)
+    if document.get("frontend") == "megatron-lm":
+        fields = _without_model_arguments(fields)
+    return {**model, **_precision(document, model), **run, **fields}
+
+
+def _without_model_arguments(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a command line without arguments of `GPTModel`, which no rule reads."""
+    from tuner.constraints.fields import catalogue
+    from tuner.models import MODEL_INPUTS
+
+    known = catalogue()
+    return {n: value for n, value in fields.items() if n in known or n not in MODEL_INPUTS}
 
 
 _DOCUMENT_KEYS = frozenset(

@@ -104,10 +104,11 @@ def judged_estimate(
         if not broken:
             raise
         rules = "; ".join(f"{rule['rule']}: {rule['message']}" for rule in broken)
+        reason = f"{error.field}: {error.message}" if error.field else error.message
         raise InputError(
-            f"breaks rule {rules}. It cannot be estimated: {error.message}",
+            f"breaks rule {rules}. It cannot be estimated: {reason}",
             where=where,
-            fix="`tuner check --fix` finds a valid configuration",
+            fix=error.fix or "`tuner check --fix` finds a valid configuration",
         ) from None
     return {**answer, "broken_rules": broken}
 
@@ -124,7 +125,12 @@ def _broken_rules(given: Mapping[str, Any], where: str, base_folder: Path) -> li
     flat = full_configuration(given, mcore=mcore, where=where, base_folder=base_folder)
     found = check(flat, mcore=mcore, frontend=frontend).violations
     return [
-        {"rule": violation.rule, "message": violation.message, "fix": violation.fix}
+        {
+            "rule": violation.rule,
+            "message": violation.message,
+            "fix": violation.fix,
+            "fails": violation.doomed,
+        }
         for violation in found
         if violation.kind == "error" or violation.doomed
     ]
@@ -189,8 +195,6 @@ def _print_estimate(answer: Mapping[str, Any], name: str) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from tuner.constraints.registry import foretells_failure
-
     out = console()
     verdict = "[green]fits[/green]" if answer["fits"] else "[red]does not fit[/red]"
     out.print(
@@ -198,7 +202,7 @@ def _print_estimate(answer: Mapping[str, Any], name: str) -> None:
         f"{answer['peak_reserved_bytes'] / _GIB:.2f} GiB reserved"
     )
     for rule in answer["broken_rules"]:
-        said = "fails" if foretells_failure(rule["rule"], "advice") else "invalid"
+        said = "fails" if rule["fails"] else "invalid"
         out.print(f"[red]{said}[/red]: {escape(rule['rule'] + ': ' + rule['message'])}")
     if answer.get("step_time_s") is not None:
         out.print(_time_line(answer))

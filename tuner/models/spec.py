@@ -172,8 +172,9 @@ class ModelSpec:
                 raise ModelSpecError(f"model {name!r}: unknown field {_shorten(key)}; {fix}")
         for key in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
             if values.get(key) is None:
+                option = f" (--{key.replace('_', '-')} of a command line)"
                 raise ModelSpecError(
-                    f"model {name!r}: {key} is missing; set it to a positive integer"
+                    f"model {name!r}: {key} is missing; set it to a positive integer{option}"
                 )
         for key, value in values.items():
             if isinstance(value, list):

@@ -11,6 +11,7 @@ end is one attribute each.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _DRIVER = "driver:"
 _START, _END = "trial", "result"
+_CREATED_WITHIN = 6  # attempts
 _NOTED_AT_MOST = 64  # of a driver's writes; one who missed more reads the whole study
 
 
@@ -49,6 +51,11 @@ class Entry:
     @property
     def outcome(self) -> str | None:
         return self.attributes.get("outcome")
+
+    @property
+    def unnamed(self) -> bool:
+        """Whether it runs and its candidate is not known yet."""
+        return self.key is None and not self.finished and not self.waiting
 
     @property
     def settled(self) -> bool:
@@ -173,18 +180,35 @@ class TrialStore:
         return any(entry.waiting for entry in self._entries.values())
 
     def earlier_twin(self, number: int) -> int | None:
-        """Another driver's trial of the same candidate, started before `number`."""
-        self.refresh()
-        self._read(earlier for earlier in range(number) if earlier not in self._entries)
-        key = self._entries[number].key
-        return None if key is None else self.settled_as(key, number)
+        """Another driver's trial of the same candidate, numbered before `number`.
 
-    def settled_as(self, key: str, before: int | None = None) -> int | None:
-        """The first trial that ran, runs or was refused as this candidate (before a number)."""
-        numbers = sorted(self._of_key.get(key, ()))
-        settled = (number for number in numbers if self._entries[number].settled)
-        first = next(settled, None)
-        return None if first is None or (before is not None and first >= before) else first
+        For trials that `add` started, which have their candidate from the first moment on.
+        """
+        twin = self._twin(number)
+        return None if twin is None or twin > number else twin
+
+    def any_twin(self, number: int) -> int | None:
+        """Another driver's trial of the same candidate, whatever its number.
+
+        For trials that `ask` started: the sampler names their candidate some time after they have
+        their number. Of two that are named at the same moment neither runs.
+        """
+        return self._twin(number)
+
+    def _twin(self, number: int) -> int | None:
+        self.refresh()
+        self._read(
+            other
+            for other in range(number)
+            if other not in self._entries or self._entries[other].unnamed
+        )
+        key = self._entries[number].key
+        return None if key is None else self.settled_as(key, beside=number)
+
+    def settled_as(self, key: str, beside: int | None = None) -> int | None:
+        """The first trial (but `beside`) that ran, runs or was refused as this candidate."""
+        numbers = sorted(self._of_key.get(key, set()) - {beside})
+        return next((number for number in numbers if self._entries[number].settled), None)
 
     def finish(
         self,
@@ -248,7 +272,10 @@ class TrialStore:
         return {
             name: note
             for name, note in self.study.user_attrs.items()
-            if name.startswith(_DRIVER) and name != self._name and isinstance(note, dict)
+            if name.startswith(_DRIVER)
+            and name != self._name
+            and isinstance(note, dict)
+            and {"writes", "written"} <= note.keys()
         }
 
     def _read_all(self) -> None:
@@ -288,10 +315,25 @@ def open_storage(url: str) -> optuna.storages.BaseStorage:
         return optuna.storages.get_storage(url)
     from sqlalchemy import event
 
-    storage = optuna.storages.RDBStorage(url)
+    storage = _created(url)
     event.listen(storage.engine, "connect", _write_ahead)
     storage.engine.dispose()  # connections made before the listener was there
     return optuna.storages.get_storage(storage)
+
+
+def _created(url: str) -> optuna.storages.RDBStorage:
+    """The storage of a URL; drivers that start at once may get in each other's way creating it."""
+    import optuna
+    from sqlalchemy.exc import IntegrityError, OperationalError
+
+    for attempt in range(_CREATED_WITHIN):
+        try:
+            return optuna.storages.RDBStorage(url)
+        except (IntegrityError, OperationalError):
+            if attempt == _CREATED_WITHIN - 1:
+                raise
+            time.sleep(0.2 * (attempt + 1))
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _write_ahead(connection: Any, _record: object) -> None:

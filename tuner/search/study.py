@@ -141,7 +141,7 @@ class TuningStudy:
             if rejection is not None:
                 self._set_aside(trial.number, REJECTED, rejection.message)
                 continue
-            earlier = self._store.earlier_twin(trial.number) if earlier is None else earlier
+            earlier = self._store.any_twin(trial.number) if earlier is None else earlier
             if earlier is None:
                 return Proposal(trial.number, candidate)
             self._set_aside(trial.number, DUPLICATE, f"same run as trial {earlier}")

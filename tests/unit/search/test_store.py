@@ -1,5 +1,7 @@
 """Drivers of one storage see each other's trials, and read no more than these."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import optuna
@@ -108,3 +110,28 @@ def test_a_queued_trial_is_seen_by_the_other_driver_and_started_once(tmp_path: P
     one.refresh()
     assert not one.queued
     assert not other.queued
+
+
+@STORAGES
+def test_a_candidate_that_two_samplers_draw_at_once_runs_once_at_most(tmp_path: Path, kind: str):
+    one, other = opened(tmp_path, kind), opened(tmp_path, kind)
+    named = {"key": "k", "candidate": {}, "outcome": RUNNING}
+    first, second = one.ask(), other.ask()
+    other.asked(second, named)
+    assert other.any_twin(second.number) is None
+    one.asked(first, named)
+    assert one.any_twin(first.number) == second.number
+
+
+def test_drivers_may_create_a_storage_at_the_same_moment(tmp_path: Path):
+    create = (
+        "import sys; from tuner.search.store import open_storage; "
+        "open_storage(sys.argv[1]).get_all_studies()"
+    )
+    url = f"sqlite:///{tmp_path}/study.db"
+    drivers = [
+        subprocess.Popen([sys.executable, "-c", create, url], stderr=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    errors = [driver.communicate(timeout=120)[1] for driver in drivers]
+    assert [driver.returncode for driver in drivers] == [0] * 4, errors
