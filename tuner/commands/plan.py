@@ -139,6 +139,7 @@ def planned(
         },
         "not_estimated_because": dict(counts.problems.most_common()),
         "refuted_by_dry_run": confirmed.left_out,
+        "confirmed_by_dry_run": sum(answer["fits"] is True for answer in answers.values()),
         "profiled_settings": plan.profiled,
         "explanation": explain_best(plan, place),
         "seconds": plan.seconds,
@@ -342,13 +343,35 @@ def _print_plan(answer: Mapping[str, Any], name: str) -> None:
         out.print(f"assumed: {field} {value:,}, which the configuration does not say")
     if "start" in answer:
         out.print(_start_line(answer["start"], answer["candidates"]))
+    if answer["refuted_by_dry_run"]:
+        out.print(
+            f"{answer['refuted_by_dry_run']:,} finalists left out: dry runs of some say that they "
+            "do not fit, or Megatron-Core refuses them"
+        )
     if not answer["candidates"]:
         out.print("no candidate fits")
         return
+    if not answer["confirmed_by_dry_run"]:
+        out.print("[yellow]no candidate below is confirmed by a dry run[/yellow] (--confirm)")
     out.print(_table(answer["candidates"], answer["world_size"], "best candidates"))
-    out.print(_table(answer["pareto"], answer["world_size"], "Pareto front, leanest first"))
+    front = _thinned(answer["pareto"])
+    title = "Pareto front, leanest first"
+    if len(front) < len(answer["pareto"]):
+        title += f" ({len(front)} of {len(answer['pareto'])}; all with --format json)"
+    out.print(_table(front, answer["world_size"], title))
     for line in answer["explanation"]["text"]:
         out.print(line)
+
+
+_FRONT_ROWS = 12
+
+
+def _thinned(front: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """At most `_FRONT_ROWS` of a front, its ends among them, evenly taken."""
+    if len(front) <= _FRONT_ROWS:
+        return list(front)
+    step = (len(front) - 1) / (_FRONT_ROWS - 1)
+    return [front[round(place * step)] for place in range(_FRONT_ROWS)]
 
 
 def _start_line(start: Mapping[str, Any], candidates: Sequence[Mapping[str, Any]]) -> str:

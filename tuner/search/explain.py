@@ -39,7 +39,7 @@ def explain_best(plan: Plan, place: Workplace) -> dict[str, Any]:
         ),
         "with_less_memory": None if less is None else _compared(less, best),
         "with_more_memory": None if plan.beyond is None else _compared(plan.beyond, best),
-        "text": _text(best, knobs, less, plan.beyond, place),
+        "text": _text(best, knobs, less, plan.beyond, place, len(plan.best)),
     }
 
 
@@ -109,16 +109,13 @@ def _text(
     less: Ranked | None,
     more: Ranked | None,
     place: Workplace,
+    kept: int,
 ) -> list[str]:
     lines = [f"best: {best.candidate.label(place.world_size)}, {best.candidate.memory_label()}"]
     spent = sorted(best.time_parts.items(), key=lambda item: -item[1])
     shown = [f"{name} {seconds / best.step_time_s:.0%}" for name, seconds in spent[:5]]
     lines.append(f"its step is spent on {', '.join(shown)}")
-    for name, knob in sorted(knobs.items(), key=lambda item: -item[1]["slower"])[:8]:
-        lines.append(
-            f"{name}={label_of(knob['value'])}: the best with {label_of(knob['other'])} is "
-            f"{knob['slower']:.1%} slower, {knob['more_bytes'] / _GIB:+.1f} GiB"
-        )
+    lines += _knob_lines(knobs, kept)
     for other, amount in ((less, "less"), (more, "more")):
         if other is not None:
             change = other.step_time_s / best.step_time_s - 1
@@ -127,3 +124,29 @@ def _text(
                 f"{other.candidate.memory_label()}, step {change:+.1%}"
             )
     return lines
+
+
+_KNOB_LINES = 6
+
+
+def _knob_lines(knobs: Mapping[str, Mapping[str, Any]], kept: int) -> list[str]:
+    """What else was close: fields whose other value stands in one candidate share a line."""
+    together: dict[str, list[str]] = {}
+    for name, knob in knobs.items():
+        together.setdefault(repr(sorted(knob["config"].items())), []).append(name)
+    lines = []
+    for names in sorted(together.values(), key=lambda names: -knobs[names[0]]["slower"]):
+        knob = knobs[names[0]]
+        changed = ", ".join(
+            f"{name} {_shown(knobs[name]['value'])} -> {_shown(knobs[name]['other'])}"
+            for name in names
+        )
+        lines.append(
+            f"{changed}: {knob['slower']:.1%} slower, {knob['more_bytes'] / _GIB:+.1f} GiB"
+        )
+    told = f"the fastest of the {kept} kept candidates with another value:"
+    return [told, *(f"  {line}" for line in lines[:_KNOB_LINES])] if lines else []
+
+
+def _shown(value: Any) -> str:
+    return str(label_of(value)) or "none"

@@ -124,17 +124,19 @@ def test_what_cannot_be_dry_run_stays_and_confirms_nothing() -> None:
     assert batches(found.plan) == [1, 2]
 
 
-def test_what_megatron_core_refuses_is_left_out() -> None:
-    memory = (900.0, 900.0)
-    runs = DryRuns(memory, more=0.0)
+def test_what_megatron_core_refuses_is_left_out_with_others_of_that_combination() -> None:
+    runs = DryRuns((900.0, 900.0, 900.0), more=0.0)
+    offloading = plan_of(900.0, 900.0, fine_grained_activation_offloading=True).best
+    plan = Plan((*offloading, plan_of(0.0, 0.0, 900.0).best[2]), (), None, Counts(), 0.0, 0)
 
     def estimate(document: Mapping[str, Any], ranks: object) -> dict[str, Any]:
-        if document["config"].get("micro_batch_size", 1) == 1:
+        if document["config"].get("fine_grained_activation_offloading"):
             raise RefusedError("its own words").at("finalist")
         return runs(document, ranks)
 
-    found = confirm_plan(plan_of(*memory), place(), 1, estimate)
-    assert (found.left_out, batches(found.plan)) == (1, [2])
+    found = confirm_plan(plan, place(), 1, estimate)
+    assert runs.asked == [3]
+    assert (found.left_out, batches(found.plan)) == (2, [3])
 
 
 def test_dry_runs_end_when_nothing_fits() -> None:

@@ -62,15 +62,21 @@ def confirm_plan(
 ) -> Confirmed:
     """Dry-run the best candidates, fastest first, until `count` of them fit.
 
-    What one of them lacks, others of its kind are taken to lack. `progress` is told how many fit.
+    What one of them lacks, others of its kind are taken to lack; where Megatron-Core refuses one,
+    it is taken to refuse others with that combination of settings. `progress` is told how many fit.
     """
     answers: dict[str, Mapping[str, Any]] = {}
     room = _Room()
+    refused: set[tuple[object, ...]] = set()
     fitting, tries = 0, _TRIES * count
+
+    def open_to(one: Ranked) -> bool:
+        return room.has(one) and _combination(one.candidate) not in refused
+
     with ThreadPoolExecutor(max_workers=max(1, count)) as pool:
         while fitting < count and tries > 0:
             progress("dry runs of finalists", fitting, count)
-            left = (one for one in plan.best if one.candidate.key not in answers and room.has(one))
+            left = (one for one in plan.best if one.candidate.key not in answers and open_to(one))
             batch = list(islice(left, min(count - fitting, tries)))
             if not batch:
                 break
@@ -81,10 +87,12 @@ def confirm_plan(
                 fitting += answer["fits"] is True
                 if answer["fits"] is False and "memory_fit" in answer:
                     room.note(one, answer)
+                elif answer["fits"] is False:
+                    refused.add(_combination(one.candidate))
 
     def stays(one: Ranked) -> bool:
         answer = answers.get(one.candidate.key)
-        return room.has(one) if answer is None else answer["fits"] is not False
+        return open_to(one) if answer is None else answer["fits"] is not False
 
     best = tuple(one for one in plan.best if stays(one))
     pareto = tuple(one for one in plan.pareto if stays(one))
@@ -120,6 +128,20 @@ class _Room:
 def _kind(candidate: Candidate) -> tuple[object, ...]:
     pools = candidate.cuda_graph_impl not in ("none", "full_iteration")  # one for each layer
     return dict(candidate.env).get(ALLOCATOR), pools
+
+
+def _combination(candidate: Candidate) -> tuple[object, ...]:
+    """What Megatron-Core's parts see of each other: which are on, not how far."""
+    return (
+        candidate.pipeline_model_parallel_size > 1,
+        candidate.virtual_pipeline_model_parallel_size is not None,
+        candidate.recompute_granularity,
+        candidate.cuda_graph_impl,
+        candidate.cuda_graph_modules,
+        candidate.fine_grained_activation_offloading,
+        candidate.cpu_offloading,
+        candidate.optimizer_cpu_offload,
+    )
 
 
 def document_of(candidate: Candidate, place: Workplace) -> dict[str, Any]:
