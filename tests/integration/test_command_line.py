@@ -173,3 +173,13 @@ def test_a_file_that_cannot_be_used_is_named_in_one_line(arguments, name, conten
     assert done.returncode == 2, done.stderr
     assert name in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_an_export_says_what_the_job_will_refuse_and_writes_the_assumed_precision(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        "model: llama3-8b\nworld_size: 8\nseq_length: 4096\nglobal_batch_size: 64\n"
+        "config: {tensor_model_parallel_size: 2, sequence_parallel: true}\n"
+    )
+    done = tuner("export", "c.yaml", "--to", "megatron-args", cwd=tmp_path)
+    assert "E01" in done.stderr
+    assert "--bf16" in done.stdout.split()

@@ -9,6 +9,7 @@ from typing import Any
 
 from tuner.commands.check import DEFAULT_FRONTEND, note_misspelt_keys, numbered_lines
 from tuner.commands.output import console, print_json
+from tuner.commands.starting import with_vocabulary
 from tuner.configuration import completed, full_configuration, mcore_version, with_model
 from tuner.errors import InputError
 from tuner.formats.reader import expand, read_given_and_effective
@@ -43,13 +44,18 @@ def run_estimate(
         completed(read, run) for read in read_given_and_effective(config, mcore=mcore_version())
     )
     note_misspelt_keys(given, config)
+    document, assumed = with_vocabulary(document)
     if timeline is not None:
         write_timeline(document, timeline, where=where, base_folder=config.parent)
     answer = judged_estimate(document, given, where=where, base_folder=config.parent, method=method)
+    if assumed:
+        answer["assumptions"] = {**answer["assumptions"], **assumed}
     if as_json:
         print_json(answer)
     else:
         _print_estimate(answer, str(config))
+        for field, value in assumed.items():
+            console().print(f"assumed: {field} {value:,}, which the configuration does not say")
     return 0 if answer["fits"] else 1
 
 

@@ -24,6 +24,7 @@ def run_export(
     exported = export_document(document, to, mcore=mcore, where=str(path), base_folder=path.parent)
     for name, reason in (exported.left_out or {}).items():
         print(f"tuner: not expressed: {name}: {reason}", file=sys.stderr)
+    _warn_of_refusals(document, to, mcore, path)
     if output is not None:
         _write(output, exported.text)
     if as_json:
@@ -45,6 +46,28 @@ def _refuse_impossible_values(document: Mapping[str, Any], mcore: str, path: Pat
     for violation in check(fields, mcore=mcore).errors:
         if violation.rule in _TYPE_RULES:
             raise InputError(violation.message, where=str(path))
+
+
+def _warn_of_refusals(document: Mapping[str, Any], to: str, mcore: str, path: Path) -> None:
+    """Say on standard error what the training job will refuse of the export, or fail at."""
+    from tuner.candidate import Candidate
+    from tuner.configuration import full_configuration
+    from tuner.constraints import check
+
+    config = document.get("config")
+    if to == "yaml" or document.get("model") is None or not isinstance(config, Mapping):
+        return
+    frontend = "megatron-lm" if to == "megatron-args" else "bridge"
+    try:
+        written = {**document, "config": Candidate.from_flat(config).to_flat(mcore=mcore)}
+    except ValueError:
+        return
+    fields = full_configuration(written, mcore=mcore, where=str(path), base_folder=path.parent)
+    for violation in check(fields, mcore=mcore, frontend=frontend).violations:
+        if violation.kind == "error" or violation.doomed:
+            ways = ", ".join(f"{name}: {value}" for name, value in (violation.fix or {}).items())
+            told = f"tuner: {frontend} refuses it: {violation.rule}: {violation.message}"
+            print(told + (f" (fix: {ways})" if ways else ""), file=sys.stderr)
 
 
 _TYPE_RULES = ("T01", "T02")

@@ -120,7 +120,8 @@ def _model_job(file: Path, run: Run) -> Job:
         )
     longest = min(model.max_position_embeddings or _LONGEST, _LONGEST)
     seq_length = run.seq_length or longest
-    batch = run.global_batch_size or max(run.gpus, _STEP_TOKENS // seq_length)
+    rounds = max(1, round(_STEP_TOKENS / seq_length / run.gpus))  # whole ones, whatever the layout
+    batch = run.global_batch_size or run.gpus * rounds
     return _job(
         file.resolve().parent.name,
         {"hf_config": file.name},

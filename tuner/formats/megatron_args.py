@@ -38,8 +38,11 @@ def _fields(settings: Settings) -> dict[str, Any]:
     """The candidate's fields over the architecture, and what the command line asks for besides."""
     architecture = _architecture(settings) if settings.model else {}
     fields = {**architecture, **settings.fields}
-    if settings.precision in ("bf16", "fp16"):
-        fields.setdefault(settings.precision, True)
+    precision = settings.precision
+    if precision is None and settings.model and not _TYPES & fields.keys():
+        precision = "bf16"  # as everywhere where a document with a model names none
+    if precision in ("bf16", "fp16"):
+        fields.setdefault(precision, True)
     if settings.model:
         positions = fields.get(_NEEDED_POSITIONS) or fields.get("seq_length")
         if isinstance(positions, int):
@@ -64,6 +67,7 @@ def _architecture(settings: Settings) -> dict[str, Any]:
     return found
 
 
+_TYPES = frozenset(("bf16", "fp16", "params_dtype", "pipeline_dtype"))
 _TIED = "share_embeddings_and_output_weights"
 _MLA_ONLY = frozenset(
     (

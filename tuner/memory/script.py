@@ -30,6 +30,9 @@ _RENAMED = {"ddp_average_in_collective": "average_in_collective"}
 _WEIGHTS_IN_FP8 = ("fp8_param", "fp8_param_gather")
 """Names of one option of training scripts, for the model's layers and for data parallelism."""
 
+_OF_THE_LOOP = ("check_for_nan_in_loss",)
+"""Settings of training loops that no class of Megatron-Core has and that hold no memory."""
+
 _UNMODELLED = dict.fromkeys(
     ("fp4_param", "fp4_param_gather"), "weights held in FP4 are not modelled"
 )
@@ -40,7 +43,11 @@ def megatron_core_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], boo
 
     Raises UnsupportedError for settings the dry run does not cover.
     """
-    fields = {_RENAMED.get(name, name): value for name, value in config.items()}
+    fields = {
+        _RENAMED.get(name, name): value
+        for name, value in config.items()
+        if name not in _OF_THE_LOOP
+    }
     for name, message in _UNMODELLED.items():
         if fields.get(name):
             raise UnsupportedError(message, field=name, fix="unset it")
