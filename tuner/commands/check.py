@@ -144,7 +144,7 @@ def _print_verdict(answer: Mapping[str, Any], name: str, mcore: str, frontend: s
                 style=_STYLES[labels[number]],
             )
         out.print(table)
-    if "fix" in answer and not answer["valid"]:
+    if "fix" in answer and (doomed or not answer["valid"]):
         out.print(f"fix: {_fix_text(answer['fix'].get('changes')) or 'none found'}")
 
 

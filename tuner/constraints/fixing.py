@@ -152,9 +152,9 @@ class _Search:
     def repair(self, start: dict[str, object]) -> FixResult:
         """Search in steps, keeping the few candidates with the fewest errors."""
         first = self.check(start)
-        if first.valid:
+        if not first.failures:
             return FixResult(start, {}, first)
-        best = (len(first.errors), start, first)
+        best = (len(first.failures), start, first)
         beam = [best]
         seen: set[str] = set()
         for _ in range(_MAX_STEPS):
@@ -165,7 +165,7 @@ class _Search:
                     if key not in seen:
                         seen.add(key)
                         found = self.check(changed)
-                        grown.append((len(found.errors), changed, found))
+                        grown.append((len(found.failures), changed, found))
             if not grown:
                 break
             grown.sort(key=lambda item: (item[0], len(differences(start, item[1]))))
@@ -179,9 +179,9 @@ class _Search:
     def best_declared(self, config: dict[str, object], rule: Rule) -> Mapping[str, object] | None:
         """The declared fix of a broken rule that leaves the fewest errors."""
         options = [self.trim(config, c) for c in self._declared_changes(config, rule)]
-        if len(options) < 2 or rule.kind == "advice":
+        if len(options) < 2 or (rule.kind == "advice" and not rule.doomed):
             return options[0] if options else None
-        return min(options, key=lambda c: (len(self.check({**config, **c}).errors), len(c)))
+        return min(options, key=lambda c: (len(self.check({**config, **c}).failures), len(c)))
 
     def trim(
         self, config: dict[str, object], changes: Mapping[str, object]
@@ -195,10 +195,10 @@ class _Search:
         }
         if len(kept) < 2:
             return kept or changes
-        errors = len(self.check({**config, **kept}).errors)
+        errors = len(self.check({**config, **kept}).failures)
         for name in list(kept):
             fewer = {n: v for n, v in kept.items() if n != name}
-            if fewer and len(self.check({**config, **fewer}).errors) <= errors:
+            if fewer and len(self.check({**config, **fewer}).failures) <= errors:
                 kept = fewer
         return kept
 
@@ -208,8 +208,8 @@ class _Search:
             return False
         if violation.rule == "V01":
             rest = {n: v for n, v in config.items() if n not in violation.fields}
-            return self.check(rest).valid
-        return self.check({**config, **violation.fix}).valid
+            return not self.check(rest).failures
+        return not self.check({**config, **violation.fix}).failures
 
     def _declared_changes(
         self, config: dict[str, object], rule: Rule
@@ -226,7 +226,7 @@ class _Search:
         self, config: dict[str, object], verdict: CheckResult
     ) -> Iterator[dict[str, object]]:
         """Candidates one repair step away: the declared fixes, then other field values."""
-        errors = verdict.errors
+        errors = verdict.failures
         for violation in errors:
             yield from self._declared(config, violation)
         for violation in errors[:2]:
@@ -278,6 +278,6 @@ class _Search:
                 back[name] = start[name]
             else:
                 back.pop(name, None)
-            if self.check(back).valid:
+            if not self.check(back).failures:
                 fixed = back
         return fixed

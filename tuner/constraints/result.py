@@ -59,6 +59,11 @@ class CheckResult:
     def errors(self) -> tuple[Violation, ...]:
         return tuple(v for v in self.violations if v.kind == "error")
 
+    @property
+    def failures(self) -> tuple[Violation, ...]:
+        """Errors, and advice that foretells a failure after upstream's checks."""
+        return tuple(v for v in self.violations if v.kind == "error" or v.doomed)
+
     def to_json(self) -> dict[str, object]:
         return {
             "valid": self.valid,

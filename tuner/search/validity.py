@@ -54,7 +54,7 @@ class ValidityChecker:
             capabilities=self.capabilities,
             fixes=fixes,
         )
-        return [found for found in result.violations if found.kind == "error" or found.doomed]
+        return list(result.failures)
 
 
 def why_nothing_is_valid(space: SearchSpace, checker: ValidityChecker) -> str | None:
