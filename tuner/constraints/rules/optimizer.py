@@ -209,6 +209,22 @@ FSDP = "distributed/fsdp/mcore_fsdp_adapter.py: FullyShardedDataParallel.__init_
 
 
 @rule(
+    "D25",
+    "distributed/fsdp/mcore_fsdp_adapter.py: _get_dp_tp_mesh",
+    kind="advice",
+    doomed=True,
+    fix=[{"pipeline_model_parallel_size": 1}, {"use_megatron_fsdp": False}],
+)
+def fsdp_excludes_pipelines(c: Any) -> str | None:
+    """Megatron FSDP with more than one pipeline stage."""
+    if c.use_megatron_fsdp and c.pipeline_model_parallel_size > 1:
+        return (
+            "the FSDP wrapper lays all ranks out without a pipeline, and fails when built with one"
+        )
+    return None
+
+
+@rule(
     "D19",
     FSDP,
     kind="advice",
