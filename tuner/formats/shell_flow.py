@@ -60,7 +60,7 @@ class Flow:
                 if words[0] == "esac":
                     self._frames.pop()
                     return []
-                words = self._pattern(frame, words, joined)
+                words = self._pattern(frame, words)
                 continue
             first, rest = words[0], words[1:]
             if first in ("if", "while", "until"):
@@ -163,7 +163,7 @@ class Flow:
         frame.runs = not frame.ran
         frame.decided = None
 
-    def _pattern(self, frame: _Frame, words: list[str], joined: str) -> list[str]:
+    def _pattern(self, frame: _Frame, words: list[str]) -> list[str]:
         """Read `a|b)`; the words after it."""
         text = words[0]
         if text == "|":
@@ -185,12 +185,17 @@ class Flow:
 
 def _test(words: Sequence[str], value: Value) -> bool | str | None:
     """The truth of a test; None where only a run would tell, "none" where it is no test."""
+    negated = 0
+    while words[negated] == "!" and negated + 1 < len(words):
+        negated += 1
+    truth = _plain_test(words[negated:], value)
+    return truth != bool(negated % 2) if isinstance(truth, bool) else truth
+
+
+def _plain_test(words: Sequence[str], value: Value) -> bool | str | None:
     first, last = words[0], words[-1]
     if words in (["true"], [":"], ["false"]):
         return words != ["false"]
-    if first == "!" and len(words) > 1:
-        inner = _test(words[1:], value)
-        return not inner if isinstance(inner, bool) else inner
     if (first, last) in (("[", "]"), ("[[", "]]")):
         return _either(list(words[1:-1]), value, patterns=first == "[[")
     if first == "test":
@@ -226,9 +231,14 @@ def _joined(
 def _primary(words: list[str], value: Value, patterns: bool) -> bool | None:
     if any(word.startswith("(") or word == ")" for word in words):
         return None  # groups
-    if words[:1] == ["!"]:
-        inner = _primary(words[1:], value, patterns)
-        return None if inner is None else not inner
+    negated = 0
+    while words[negated : negated + 1] == ["!"]:
+        negated += 1
+    truth = _relation(words[negated:], value, patterns)
+    return None if truth is None else truth != bool(negated % 2)
+
+
+def _relation(words: list[str], value: Value, patterns: bool) -> bool | None:
     if len(words) == 2 and words[0] in ("-z", "-n"):
         text = value(words[1])
         return None if text is None else (text == "") == (words[0] == "-z")
