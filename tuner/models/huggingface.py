@@ -85,7 +85,8 @@ def _find_family(document: HFDocument) -> tuple[_Family, HFDocument]:
         )
     raise document.error(
         "model_type" if kind else "architectures",
-        f"is not an architecture read here; {did_you_mean(kind, _BY_MODEL_TYPE)}",
+        f"is not an architecture read here; {did_you_mean(kind, _BY_MODEL_TYPE)} Those read are "
+        + ", ".join(sorted(_BY_MODEL_TYPE)),
     )
 
 
