@@ -94,6 +94,7 @@ class TrialStore:
         self._seen: dict[str, int] = {}  # writes of the other drivers that are mirrored
         self._entries: dict[int, Entry] = {}
         self._of_key: dict[str, set[int]] = {}
+        self._unnamed: set[int] = set()
         self._records: dict[int, TrialRecord | None] = {}
         self._seen = {name: note["writes"] for name, note in self._notes().items()}
         self._read_all()
@@ -197,11 +198,8 @@ class TrialStore:
 
     def _twin(self, number: int) -> int | None:
         self.refresh()
-        self._read(
-            other
-            for other in range(number)
-            if other not in self._entries or self._entries[other].unnamed
-        )
+        unknown = {other for other in range(number) if other not in self._entries}
+        self._read(sorted(unknown | (self._unnamed - {number})))
         key = self._entries[number].key
         return None if key is None else self.settled_as(key, beside=number)
 
@@ -250,6 +248,7 @@ class TrialStore:
 
     def _set(self, entry: Entry) -> None:
         self._entries[entry.number] = entry
+        (self._unnamed.add if entry.unnamed else self._unnamed.discard)(entry.number)
         if entry.key is not None:
             self._of_key.setdefault(entry.key, set()).add(entry.number)
         self._records.pop(entry.number, None)
