@@ -93,6 +93,12 @@ def record(request: DryRunRequest, mcore: Path | None = None) -> tuple[Trace, di
     As many workers run as threads call this at once. Raises UnsupportedError, InputError or
     DryRunError.
     """
+    if request.te_version.startswith(("0.", "1.")):
+        raise UnsupportedError(
+            f"layers of Transformer Engine {request.te_version} are not modelled",
+            field="te_version",
+            fix="name 2.0 or later",
+        )
     key = (os.getpid(), request.layers, request.te_version, request.architecture, mcore)
     with _idle_lock:
         idle = _idle.setdefault(key, [])

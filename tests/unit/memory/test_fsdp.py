@@ -148,3 +148,15 @@ def test_sharding_that_fails_upstream_is_refused_by_name(settings: dict, field: 
             seq_length=128,
             global_batch_size=8,
         )
+
+
+def test_layers_of_transformer_engine_1_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="te_version"):
+        dry_run(
+            _MODEL,
+            Candidate.from_flat({"micro_batch_size": 1}),
+            world_size=2,
+            seq_length=128,
+            global_batch_size=2,
+            te_version="1.13.0",
+        )
