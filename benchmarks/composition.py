@@ -338,8 +338,6 @@ def compare(case: Case) -> dict[str, Any]:
 def _stage(case: Case, stage: int, composed: int, memory: Any) -> dict[str, Any]:
     ranks = WORLD_SIZE // case.candidate.pipeline_model_parallel_size
     replicas = range(0, ranks, case.candidate.tensor_model_parallel_size)
-    on_host = case.candidate.optimizer_offload_fraction * case.candidate.optimizer_cpu_offload
-    # Replicas differ where whole parameters of each one's own part go to the host.
     runs = [
         dry_run(
             case.model,
@@ -349,7 +347,7 @@ def _stage(case: Case, stage: int, composed: int, memory: Any) -> dict[str, Any]
             global_batch_size=case.global_batch_size,
             rank=stage * ranks + replica,
         )
-        for replica in (replicas if 0.0 < on_host < 1.0 else replicas[:1])
+        for replica in (replicas if case.candidate.splits_optimizer else replicas[:1])
     ]
     run = max(runs, key=lambda run: run.peak_allocated_bytes)
     static = sum(

@@ -124,6 +124,14 @@ class Candidate:
         text = json.dumps(self.to_flat(), sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def splits_optimizer(self) -> bool:
+        """Whether a part of the optimizer is on the host and a part on the device.
+
+        Whole parameters go to the host, so ranks of one pipeline stage differ in what stays.
+        """
+        return self.optimizer_cpu_offload and 0.0 < self.optimizer_offload_fraction < 1.0
+
     def model_parallel_size(self) -> int:
         """GPUs of one data-parallel replica: TP x PP x CP."""
         return (

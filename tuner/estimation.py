@@ -211,8 +211,7 @@ def peak_ranks(request: EstimateRequest) -> list[int]:
     chosen = {0, 1, stages - 1} if even else set(range(stages))
     firsts = [stage * per_stage for stage in sorted(chosen) if 0 <= stage < stages - 1]
     last = request.world_size - per_stage
-    candidate = request.candidate
-    if candidate.optimizer_cpu_offload and 0.0 < candidate.optimizer_offload_fraction < 1.0:
+    if request.candidate.splits_optimizer:
         firsts += [last, last + per_stage // 2]
     return sorted({*firsts, request.world_size - 1})
 

@@ -6,13 +6,16 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuner.commands.output import console, print_json
 from tuner.configuration import full_configuration, mcore_version, misspelt_keys
 from tuner.errors import InputError, nearest_name
 from tuner.files import read_text
 from tuner.formats.reader import expand, read_document
+
+if TYPE_CHECKING:
+    from tuner.constraints import CheckResult, FixResult, Violation
 
 DEFAULT_FRONTEND = "mcore"
 """Whose rules judge settings that do not say whom they were written for."""
@@ -40,12 +43,12 @@ def run_check(
     frontend = frontend or str(document.get("frontend") or DEFAULT_FRONTEND)
     _refuse_unknown_target(mcore, frontend)
     flat = full_configuration(document, mcore=mcore, where=str(config), base_folder=config.parent)
-    answer = _answer(flat, mcore, frontend, fix=fix)
+    result, fixed = _judged(flat, mcore, frontend, fix=fix)
     if as_json:
-        print_json(answer)
+        print_json(_answer(result, fixed))
     else:
-        _print_verdict(answer, str(config), mcore, frontend)
-    return 0 if answer["valid"] else 1
+        _print_verdict(result, fixed, str(config), mcore, frontend)
+    return 0 if result.valid else 1
 
 
 def note_misspelt_keys(document: Mapping[str, Any], path: Path) -> None:
@@ -55,17 +58,19 @@ def note_misspelt_keys(document: Mapping[str, Any], path: Path) -> None:
         print(f"tuner: {path}: {note}", file=sys.stderr)
 
 
-def _answer(flat: Mapping[str, Any], mcore: str, frontend: str, *, fix: bool) -> dict[str, Any]:
+def _judged(
+    flat: Mapping[str, Any], mcore: str, frontend: str, *, fix: bool
+) -> tuple[CheckResult, FixResult | None]:
+    """The verdict, and the smallest valid change where it is wanted."""
     from tuner.constraints import check
+    from tuner.constraints import fix as find_fix
 
     result = check(flat, mcore=mcore, frontend=frontend)
-    answer = result.to_json()
-    if fix:
-        from tuner.constraints import fix as find_fix
+    return result, find_fix(flat, mcore=mcore, frontend=frontend) if fix else None
 
-        fixed = find_fix(flat, mcore=mcore, frontend=frontend)
-        answer["fix"] = fixed.to_json()
-    return answer
+
+def _answer(result: CheckResult, fixed: FixResult | None) -> dict[str, Any]:
+    return result.to_json() | ({} if fixed is None else {"fix": fixed.to_json()})
 
 
 def _check_lines(path: Path, mcore: str, frontend: str | None, *, fix: bool) -> int:
@@ -81,7 +86,7 @@ def _check_lines(path: Path, mcore: str, frontend: str | None, *, fix: bool) -> 
             judge = frontend or str(document.get("frontend") or DEFAULT_FRONTEND)
             _refuse_unknown_target(mcore, judge)
             flat = full_configuration(document, mcore=mcore, where=where, base_folder=path.parent)
-            answer = _answer(flat, mcore, judge, fix=fix)
+            answer = _answer(*_judged(flat, mcore, judge, fix=fix))
         except (ValueError, RecursionError) as error:
             message = str(error) if isinstance(error, InputError) else f"{where}: {error}"
             answer = {"valid": False, "violations": [], "rewrites": {}, "input_error": message}
@@ -118,35 +123,32 @@ def _refuse_unknown_target(mcore: str, frontend: str) -> None:
 _STYLES = {"error": "red", "fails": "red", "rewrite": "yellow", "advice": "cyan"}
 
 
-def _print_verdict(answer: Mapping[str, Any], name: str, mcore: str, frontend: str) -> None:
+def _print_verdict(
+    result: CheckResult, fixed: FixResult | None, name: str, mcore: str, frontend: str
+) -> None:
     from rich.table import Table
-
-    from tuner.constraints.registry import foretells_failure
 
     out = console()
     target = f"Megatron-Core {mcore}" + ("" if frontend == "mcore" else f", {frontend}")
-    verdict = "[green]valid[/green]" if answer["valid"] else "[red]invalid[/red]"
-    labels = {
-        number: "fails" if foretells_failure(found["rule"], found["kind"]) else found["kind"]
-        for number, found in enumerate(answer["violations"])
-    }
-    doomed = answer["valid"] and "fails" in labels.values()
+    verdict = "[green]valid[/green]" if result.valid else "[red]invalid[/red]"
+    doomed = result.valid and bool(result.failures)
     out.print(f"{name}: {verdict} for {target}" + (", but [red]the run fails[/red]" * doomed))
-    if labels:
+    if result.violations:
         table = Table("kind", "rule", "what", "fix", box=None, pad_edge=False)
-        for number in sorted(labels, key=lambda number: list(_STYLES).index(labels[number])):
-            violation = answer["violations"][number]
-            table.add_row(
-                labels[number],
-                violation["rule"],
-                violation["message"],
-                _fix_text(violation["fix"]),
-                style=_STYLES[labels[number]],
-            )
+        order = list(_STYLES)
+        for violation in sorted(result.violations, key=lambda v: order.index(_label(v))):
+            label = _label(violation)
+            fix = fix_text(violation.fix)
+            table.add_row(label, violation.rule, violation.message, fix, style=_STYLES[label])
         out.print(table)
-    if "fix" in answer and (doomed or not answer["valid"]):
-        out.print(f"fix: {_fix_text(answer['fix'].get('changes')) or 'none found'}")
+    if fixed is not None and result.failures:
+        out.print(f"fix: {fix_text(fixed.changes) or 'none found'}")
 
 
-def _fix_text(fix: Mapping[str, Any] | None) -> str:
+def _label(violation: Violation) -> str:
+    return "fails" if violation.doomed else violation.kind
+
+
+def fix_text(fix: Mapping[str, Any] | None) -> str:
+    """Field values as a user would write them; "" for none."""
     return ", ".join(f"{field}: {json.dumps(value)}" for field, value in (fix or {}).items())

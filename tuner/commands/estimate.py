@@ -129,7 +129,7 @@ def _broken_rules(given: Mapping[str, Any], where: str, base_folder: Path) -> li
         return []
     mcore = mcore_version()
     flat = full_configuration(given, mcore=mcore, where=where, base_folder=base_folder)
-    found = check(flat, mcore=mcore, frontend=frontend).violations
+    found = check(flat, mcore=mcore, frontend=frontend).failures
     return [
         {
             "rule": violation.rule,
@@ -138,7 +138,6 @@ def _broken_rules(given: Mapping[str, Any], where: str, base_folder: Path) -> li
             "fails": violation.doomed,
         }
         for violation in found
-        if violation.kind == "error" or violation.doomed
     ]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tuner.commands.check import fix_text
 from tuner.commands.output import print_json
 from tuner.configuration import mcore_version
 from tuner.errors import InputError
@@ -63,11 +64,10 @@ def _warn_of_refusals(document: Mapping[str, Any], to: str, mcore: str, path: Pa
     except ValueError:
         return
     fields = full_configuration(written, mcore=mcore, where=str(path), base_folder=path.parent)
-    for violation in check(fields, mcore=mcore, frontend=frontend).violations:
-        if violation.kind == "error" or violation.doomed:
-            ways = ", ".join(f"{name}: {value}" for name, value in (violation.fix or {}).items())
-            told = f"tuner: {frontend} refuses it: {violation.rule}: {violation.message}"
-            print(told + (f" (fix: {ways})" if ways else ""), file=sys.stderr)
+    for violation in check(fields, mcore=mcore, frontend=frontend).failures:
+        told = f"tuner: {frontend} refuses it: {violation.rule}: {violation.message}"
+        fix = f" (fix: {fix_text(violation.fix)})" if violation.fix else ""
+        print(told + fix, file=sys.stderr)
 
 
 _TYPE_RULES = ("T01", "T02")

@@ -70,11 +70,6 @@ RULES: list[Rule] = []
 DERIVED: dict[str, Callable[[Any], Any]] = {}
 
 
-def foretells_failure(rule_id: str, kind: str) -> bool:
-    """Whether what a violation of this rule says is that the run fails after upstream's checks."""
-    return kind == "advice" and any(rule.doomed and rule.id == rule_id for rule in load_rules())
-
-
 class DenseDefault:
     """A front end's default that models with multi-latent attention do not share.
 

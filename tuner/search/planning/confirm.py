@@ -228,7 +228,7 @@ def fullest_ranks(candidate: Candidate, place: Workplace) -> list[int] | None:
     chosen = [stage for stage in order if peaks[stage] >= _NEAR * peaks[order[0]]]
     per_stage = place.world_size // len(peaks)
     last = len(peaks) - 1
-    if candidate.optimizer_cpu_offload and 0.0 < candidate.optimizer_offload_fraction < 1.0:
+    if candidate.splits_optimizer:
         firsts = [stage * per_stage for stage in chosen]
         return sorted({*firsts, *(first + per_stage // 2 for first in firsts)})
     return [place.world_size - 1 if stage == last else stage * per_stage for stage in chosen]
