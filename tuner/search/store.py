@@ -91,11 +91,11 @@ class TrialStore:
         self._name = _DRIVER + uuid.uuid4().hex
         self._written: deque[int] = deque(maxlen=_NOTED_AT_MOST)
         self._writes = 0
-        self._seen: dict[str, int] = {}  # writes of the other drivers that are mirrored
         self._entries: dict[int, Entry] = {}
         self._of_key: dict[str, set[int]] = {}
         self._unnamed: set[int] = set()
         self._records: dict[int, TrialRecord | None] = {}
+        # Writes of the other drivers that are mirrored.
         self._seen = {name: note["writes"] for name, note in self._notes().items()}
         self._read_all()
 
@@ -185,7 +185,7 @@ class TrialStore:
 
         For trials that `add` started, which have their candidate from the first moment on.
         """
-        twin = self._twin(number)
+        twin = self.any_twin(number)
         return None if twin is None or twin > number else twin
 
     def any_twin(self, number: int) -> int | None:
@@ -194,9 +194,6 @@ class TrialStore:
         For trials that `ask` started: the sampler names their candidate some time after they have
         their number. Of two that are named at the same moment neither runs.
         """
-        return self._twin(number)
-
-    def _twin(self, number: int) -> int | None:
         self.refresh()
         unknown = {other for other in range(number) if other not in self._entries}
         self._read(sorted(unknown | (self._unnamed - {number})))
@@ -223,8 +220,7 @@ class TrialStore:
         entry = self._entries.get(number)
         if entry is None or entry.finished or entry.waiting:
             raise ValueError(f"trial {number} is not running")
-        trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
-        trial = optuna.Trial(self.study, trial_id)
+        trial = optuna.Trial(self.study, self._trial_id(number))
         trial.set_user_attr(_END, dict(attributes))
         for name, value in (constraints or {}).items():
             trial.set_constraint(name, value)
@@ -255,13 +251,12 @@ class TrialStore:
 
     def _wrote(self, entry: Entry) -> None:
         self._set(entry)
-        self._note([entry.number])
+        self._note(entry.number)
 
-    def _note(self, numbers: Iterable[int]) -> None:
-        """Tell the other drivers which trials this one wrote."""
-        for number in numbers:
-            self._written.append(number)
-            self._writes += 1
+    def _note(self, number: int) -> None:
+        """Tell the other drivers which trial this one wrote."""
+        self._written.append(number)
+        self._writes += 1
         self.study.set_user_attr(
             self._name, {"writes": self._writes, "written": list(self._written)}
         )
@@ -289,10 +284,13 @@ class TrialStore:
             if known is not None and known.finished:
                 continue
             try:
-                of_number = self._storage.get_trial_id_from_study_id_trial_number
-                self._mirror(self._storage.get_trial(of_number(self._id, number)))
+                trial_id = self._trial_id(number)
             except KeyError:  # its driver has taken the number and not yet written the trial
                 continue
+            self._mirror(self._storage.get_trial(trial_id))
+
+    def _trial_id(self, number: int) -> int:
+        return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
 
 
 def open_storage(url: str) -> optuna.storages.BaseStorage:
@@ -325,14 +323,12 @@ def _created(url: str) -> optuna.storages.RDBStorage:
     import optuna
     from sqlalchemy.exc import IntegrityError, OperationalError
 
-    for attempt in range(_CREATED_WITHIN):
+    for attempt in range(1, _CREATED_WITHIN):
         try:
             return optuna.storages.RDBStorage(url)
         except (IntegrityError, OperationalError):
-            if attempt == _CREATED_WITHIN - 1:
-                raise
-            time.sleep(0.2 * (attempt + 1))
-    raise AssertionError("the last attempt returns or raises")
+            time.sleep(0.2 * attempt)
+    return optuna.storages.RDBStorage(url)
 
 
 def _write_ahead(connection: Any, _record: object) -> None:

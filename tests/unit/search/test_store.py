@@ -75,7 +75,7 @@ def test_a_twin_whose_driver_was_killed_before_its_note_is_found(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     one, other = opened(tmp_path, kind), opened(tmp_path, kind)
-    monkeypatch.setattr(one, "_note", lambda numbers: None)
+    monkeypatch.setattr(one, "_note", lambda number: None)
     first, second = start(one, 4), start(other, 4)
     assert other.earlier_twin(second) == first
     assert one.earlier_twin(first) is None
@@ -88,7 +88,7 @@ def test_a_driver_that_resumes_a_killed_one_has_the_others_read_what_was_not_not
     killed, other = opened(tmp_path, kind), opened(tmp_path, kind)
     number = start(killed, 1)
     other.refresh()
-    monkeypatch.setattr(killed, "_note", lambda numbers: None)
+    monkeypatch.setattr(killed, "_note", lambda number: None)
     fail(killed, number)
     other.refresh()
     assert outcomes(other) == {0: RUNNING}

@@ -98,43 +98,39 @@ class QuantizedTensor(torch.Tensor):
         if rowwise_usage is False:
             self.copy.only_columns()
 
-    def _raw(self, parts: list[torch.Tensor]) -> torch.Tensor | None:
-        """The data among these parts, in the tensor's shape."""
+    def renew_columns(self) -> None:
+        """Make what is read by columns from the rows, where products need it."""
+        with filed_under(LOW_PRECISION_WEIGHTS):
+            self.copy.add_columns()
+        issue.touched(*self.copy.tensors, kind="quantize")
+
+
+def _storage(kept: str) -> Any:
+    """An attribute for the data that a tensor's `copy` has in its list `kept`."""
+
+    def read(tensor: QuantizedTensor) -> torch.Tensor | None:
+        parts = getattr(tensor.copy, kept)
         if not parts:
             return None
-        if parts[0].shape != self.shape and parts[0].numel() == self.numel():
-            parts[0].resize_(self.shape)
+        if parts[0].shape != tensor.shape and parts[0].numel() == tensor.numel():
+            parts[0].resize_(tensor.shape)
         return parts[0]
 
+    def put(tensor: QuantizedTensor, data: torch.Tensor | None) -> None:
+        parts = getattr(tensor.copy, kept)
+        if data is None:
+            parts.clear()
+        else:
+            parts[:1] = [data]
 
-def _put(parts: list[torch.Tensor], data: torch.Tensor | None) -> None:
-    """Let data lie elsewhere, or nowhere."""
-    if data is None:
-        parts.clear()
-    else:
-        parts[:1] = [data]
+    return property(read, put)
 
 
 class Float8Tensor(QuantizedTensor):
     """One scale for the tensor."""
 
+    _data, _transpose = _storage("rows"), _storage("columns")
     _transpose_invalid = False
-
-    @property
-    def _data(self) -> torch.Tensor | None:
-        return self._raw(self.copy.rows)
-
-    @_data.setter
-    def _data(self, data: torch.Tensor) -> None:
-        _put(self.copy.rows, data)
-
-    @property
-    def _transpose(self) -> torch.Tensor | None:
-        return self.copy.columns[0] if self.copy.columns else None
-
-    @_transpose.setter
-    def _transpose(self, data: torch.Tensor | None) -> None:
-        _put(self.copy.columns, data)
 
     def _create_transpose(self) -> None:
         with filed_under(LOW_PRECISION_WEIGHTS):
@@ -142,28 +138,10 @@ class Float8Tensor(QuantizedTensor):
         issue.touched(*self.copy.tensors, kind="quantize")
 
 
-class _ByRowsAndColumns(QuantizedTensor):
-    """Data by rows and by columns under names of their own."""
-
-    @property
-    def _rowwise_data(self) -> torch.Tensor | None:
-        return self._raw(self.copy.rows)
-
-    @_rowwise_data.setter
-    def _rowwise_data(self, data: torch.Tensor) -> None:
-        _put(self.copy.rows, data)
-
-    @property
-    def _columnwise_data(self) -> torch.Tensor | None:
-        return self._raw(self.copy.columns)
-
-    @_columnwise_data.setter
-    def _columnwise_data(self, data: torch.Tensor) -> None:
-        _put(self.copy.columns, data)
-
-
-class MXFP8Tensor(_ByRowsAndColumns):
+class MXFP8Tensor(QuantizedTensor):
     """One scale for each 32 elements."""
+
+    _rowwise_data, _columnwise_data = _storage("rows"), _storage("columns")
 
     def _create_columnwise(self) -> None:
         raise UnsupportedError(
@@ -174,13 +152,11 @@ class MXFP8Tensor(_ByRowsAndColumns):
         )
 
 
-class Float8BlockwiseQTensor(_ByRowsAndColumns):
+class Float8BlockwiseQTensor(QuantizedTensor):
     """One scale for each tile."""
 
-    def _create_columnwise(self) -> None:
-        with filed_under(LOW_PRECISION_WEIGHTS):
-            self.copy.add_columns()
-        issue.touched(*self.copy.tensors, kind="quantize")
+    _rowwise_data, _columnwise_data = _storage("rows"), _storage("columns")
+    _create_columnwise = QuantizedTensor.renew_columns
 
 
 class NVFP4Tensor(QuantizedTensor):
@@ -275,6 +251,4 @@ def post_all_gather_processing(model_weights: QuantizedTensor | Sequence[Quantiz
     if isinstance(model_weights, QuantizedTensor):
         model_weights = [model_weights]
     for weight in model_weights:
-        with filed_under(LOW_PRECISION_WEIGHTS):
-            weight.copy.add_columns()
-        issue.touched(*weight.copy.tensors, kind="quantize")
+        weight.renew_columns()
