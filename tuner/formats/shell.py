@@ -63,17 +63,21 @@ def read_script(text: str) -> Script:
 
     Bodies of loops and functions are read once. Raises ValueError where the quoting never ends.
     """
-    script, flow = Script(), Flow()
+    script = Script()
     text, documents = _without_heredocs(text)
-    for line in _logical_lines(text):
-        _read_line(line, script, flow)
-    script.undecided = list(dict.fromkeys(flow.undecided))
+    script.undecided = list(dict.fromkeys(_read_lines(text, script)))
     for document in documents:
         if _STARTS_A_RUN.search(document):  # a job script that this one writes
-            inner = Flow()
-            for line in _logical_lines(document):
-                _read_line(line, script, inner)
+            _read_lines(document, script)
     return script
+
+
+def _read_lines(text: str, script: Script) -> list[str]:
+    """Read a text into the script; the conditions that it leaves undecided."""
+    flow = Flow()
+    for line in _logical_lines(text):
+        _read_line(line, script, flow)
+    return flow.undecided
 
 
 def _without_heredocs(text: str) -> tuple[str, list[str]]:

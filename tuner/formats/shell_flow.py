@@ -25,13 +25,15 @@ _COMPARED: dict[str, Callable[[int, int], bool]] = {
 }
 _SIGNS = {"==": "-eq", "!=": "-ne", "<=": "-le", ">=": "-ge", "<": "-lt", ">": "-gt"}
 _OPENERS = frozenset(("then", "else", "do", "{"))
+_CLOSED = {"fi": ("if",), "done": ("while", "until", "for"), "esac": ("case",), "}": ("{",)}
 _ASKING = frozenset(("grep", "command", "which", "type", "hash", "pgrep", "diff", "cmp"))
 """Commands that are run for whether they succeed."""
 
 
 @dataclass(slots=True)
 class _Frame:
-    """An open `if`, `case` or loop: whether its present branch runs, and whether one has run."""
+    """What is open under the keyword `kind`: whether its present branch runs, and whether one has
+    run. `subject` is the text that a `case` compares."""
 
     kind: str
     runs: bool | None = True
@@ -64,8 +66,7 @@ class Flow:
                 continue
             first, rest = words[0], words[1:]
             if first in ("if", "while", "until"):
-                self._frames.append(_Frame("if" if first == "if" else "loop", deciding=True))
-                self._frames[-1].subject = first
+                self._frames.append(_Frame(first, deciding=True))
                 words, joined = rest, ";"
             elif first == "elif" and frame is not None:
                 self._else(frame)
@@ -79,7 +80,7 @@ class Flow:
             elif first == "for" and "do" not in rest:
                 listed = rest[rest.index("in") + 1 :] if "in" in rest else ["$@"]
                 some = any(value(word) != "" for word in listed)
-                self._frames.append(_Frame("loop", runs=some))
+                self._frames.append(_Frame("for", runs=some))
                 return []
             elif first == "case" and "in" in rest:
                 subject = value(rest[0]) or None  # nobody set it: no case is ruled out
@@ -87,18 +88,14 @@ class Flow:
                     self.undecided.append(f"case {rest[0]}")
                 self._frames.append(_Frame("case", subject=subject, pattern_next=True))
                 words, joined = rest[rest.index("in") + 1 :], ";"
-            elif first in ("fi", "done", "esac"):
-                self._close({"fi": "if", "done": "loop", "esac": "case"}[first])
+            elif first in _CLOSED and (first != "}" or (frame is not None and frame.kind == "{")):
+                if frame is not None and frame.kind in _CLOSED[first]:
+                    self._frames.pop()
                 return []
             elif first == "{" and joined != ";":
-                runs = (
-                    self._last if joined == "&&" else None if self._last is None else not self._last
-                )
-                self._frames.append(_Frame("group", runs=runs))
+                runs = self._last if joined == "&&" else _negated(self._last)
+                self._frames.append(_Frame("{", runs=runs))
                 words, joined = rest, ";"
-            elif first == "}" and frame is not None and frame.kind == "group":
-                self._frames.pop()
-                return []
             elif first in _OPENERS:
                 words = rest
             elif frame is not None and frame.deciding:
@@ -138,15 +135,11 @@ class Flow:
         known = truth if isinstance(truth, bool) else None
         if joined == "|":
             known = None
-        elif joined == "&&":
-            both = (frame.decided, known)
-            known = False if False in both else None if None in both else True
-        elif joined == "||":
-            either = (frame.decided, known)
-            known = True if True in either else None if None in either else False
+        elif joined in ("&&", "||"):
+            known = _chained((frame.decided, known), wins=joined == "||")
         frame.decided = known
         if known is None and self._outer_runs():
-            self.undecided.append(f"{frame.subject or 'if'} {' '.join(words)}")
+            self.undecided.append(f"{frame.kind} {' '.join(words)}")
         return asked if truth == "none" and self._outer_runs() else []
 
     def _outer_runs(self) -> bool:
@@ -154,8 +147,8 @@ class Flow:
 
     def _begin(self, frame: _Frame) -> None:
         truth, frame.deciding = frame.decided, False
-        if frame.subject == "until" and truth is not None:
-            truth = not truth
+        if frame.kind == "until":
+            truth = _negated(truth)
         frame.runs = False if frame.ran else truth
         frame.ran = frame.ran or truth is True
 
@@ -178,9 +171,16 @@ class Flow:
                 frame.ran = frame.ran or frame.runs
         return words[1:]
 
-    def _close(self, kind: str) -> None:
-        if self._frames and self._frames[-1].kind == kind:
-            self._frames.pop()
+
+def _negated(truth: bool | None) -> bool | None:
+    return None if truth is None else not truth
+
+
+def _chained(truths: Sequence[bool | None], *, wins: bool) -> bool | None:
+    """The truth of a chain of one operator, of which one side equal to `wins` decides."""
+    if wins in truths:
+        return wins
+    return None if None in truths else not wins
 
 
 def _test(words: Sequence[str], value: Value) -> bool | str | None:
@@ -212,7 +212,6 @@ def _either(words: list[str], value: Value, *, patterns: bool) -> bool | None:
 def _joined(
     words: list[str], operators: tuple[str, str], wins: bool, value: Value, patterns: bool
 ) -> bool | None:
-    """A chain of one operator, of which one side equal to `wins` decides."""
     parts: list[list[str]] = [[]]
     for word in words:
         if word in operators:
@@ -223,9 +222,7 @@ def _joined(
         found = [_joined(part, ("&&", "-a"), False, value, patterns) for part in parts]
     else:
         found = [_primary(part, value, patterns) for part in parts]
-    if wins in found:
-        return wins
-    return None if None in found else not wins
+    return _chained(found, wins=wins)
 
 
 def _primary(words: list[str], value: Value, patterns: bool) -> bool | None:
