@@ -183,3 +183,21 @@ def test_an_export_says_what_the_job_will_refuse_and_writes_the_assumed_precisio
     done = tuner("export", "c.yaml", "--to", "megatron-args", cwd=tmp_path)
     assert "E01" in done.stderr
     assert "--bf16" in done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    [
+        (("check",), "config: {}\nnotes: 5"),
+        (
+            ("plan", "--gpu", "h100", "--gpus", "2", "--confirm", "0"),
+            "config: {optimizer_cpu_offload: true, optimizer_offload_fraction: x}",
+        ),
+    ],
+)
+def test_odd_documents_end_without_a_traceback(command, lines, tmp_path):
+    model = "model: {base: tiny-gqa}\nseq_length: 64\nglobal_batch_size: 8\n"
+    (tmp_path / "odd.yaml").write_text(f"{model}{lines}\n")
+    done = tuner(command[0], "odd.yaml", *command[1:], cwd=tmp_path)
+    assert "Traceback" not in done.stderr
+    assert done.returncode in (0, 1, 2)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "fuzz.py"
 INPUTS = {"job": 120, "overrides": 120, "log": 25, "model": 150}
 
 
 @pytest.fixture(scope="module")
 def fuzzing():
-    spec = importlib.util.spec_from_file_location("fuzz_benchmark", BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = importlib.import_module("fuzz")
     return module, module.Guard()
 
 

@@ -54,7 +54,8 @@ def run_check(
 def note_misspelt_keys(document: Mapping[str, Any], path: Path) -> None:
     """Say on standard error which keys of a document are passed over by a slip, and what reading
     it left open."""
-    for note in (*misspelt_keys(document), *document.get("notes", ())):
+    left_open = document.get("notes")
+    for note in (*misspelt_keys(document), *(left_open if isinstance(left_open, list) else ())):
         print(f"tuner: {path}: {note}", file=sys.stderr)
 
 

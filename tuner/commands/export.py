@@ -39,13 +39,14 @@ def _refuse_impossible_values(document: Mapping[str, Any], mcore: str, path: Pat
     """Raise InputError for a value that no version of its field can have."""
     from tuner.configuration import full_configuration
     from tuner.constraints import check
+    from tuner.constraints.result import TYPE_RULES
 
     env = document.get("env")
     if env is not None and not isinstance(env, Mapping):
         raise InputError("is not a mapping of variables to values", where=str(path), field="env")
     fields = full_configuration(document, mcore=mcore, where=str(path), base_folder=path.parent)
     for violation in check(fields, mcore=mcore).errors:
-        if violation.rule in _TYPE_RULES:
+        if violation.rule in TYPE_RULES:
             raise InputError(violation.message, where=str(path))
 
 
@@ -68,9 +69,6 @@ def _warn_of_refusals(document: Mapping[str, Any], to: str, mcore: str, path: Pa
         told = f"tuner: {frontend} refuses it: {violation.rule}: {violation.message}"
         fix = f" (fix: {fix_text(violation.fix)})" if violation.fix else ""
         print(told + fix, file=sys.stderr)
-
-
-_TYPE_RULES = ("T01", "T02")
 
 
 def load_source(source: Path, mcore: str) -> tuple[Mapping[str, Any], Path]:

@@ -149,16 +149,20 @@ def planned(
 
 def _start(candidate: Candidate, place: Workplace, checker: ValidityChecker) -> dict[str, Any]:
     """What the configuration that a plan starts from needs, and what is wrong with it."""
+    from tuner.constraints.result import TYPE_RULES
     from tuner.search.planning.estimator import SpaceEstimator
     from tuner.search.planning.weighing import Scales
 
-    (found,) = Scales(SpaceEstimator(place), checker).figures([candidate])
-    broken = [violation.to_json() for violation in checker.errors(candidate)]
+    broken = checker.errors(candidate)
     known = {
         "config": candidate.to_flat(mcore=mcore_version()),
         "valid": not broken,
-        "violations": broken,
+        "violations": [violation.to_json() for violation in broken],
     }
+    impossible = [violation.message for violation in broken if violation.rule in TYPE_RULES]
+    if impossible:
+        return {**known, "fits": None, "reason": "; ".join(impossible)}
+    (found,) = Scales(SpaceEstimator(place), checker).figures([candidate])
     if isinstance(found, str):
         return {**known, "fits": None, "reason": found}
     return {

@@ -47,6 +47,10 @@ class Violation:
         }
 
 
+TYPE_RULES = ("T01", "T02")
+"""Rules that a value breaks which no version of its field can have, or a field that is missing."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     """The verdict on one candidate. `valid` is False when any violation is an error."""

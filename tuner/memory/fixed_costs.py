@@ -74,7 +74,7 @@ def communicators(
     tp, cp = candidate.tensor_model_parallel_size, candidate.context_parallel_size
     pp, ep = candidate.pipeline_model_parallel_size, candidate.expert_model_parallel_size
     etp = candidate.expert_tensor_parallel_size or tp
-    data_ranks = world_size // (tp * pp)  # data and context parallel together
+    data_ranks = max(1, world_size // (tp * pp))  # data and context parallel together
     found = [Communicator("world", world_size)]
     found += [Communicator("tensor", tp)]
     found += [_point_to_point("context", cp, min(2, cp - 1), tp, link_domain)]

@@ -102,3 +102,8 @@ def test_every_figure_stands_beside_its_source():
         return sum(check(child) for child in node.values())
 
     assert check(yaml.safe_load(text)) >= 10
+
+
+def test_a_world_smaller_than_a_replica_has_groups_all_the_same():
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    assert groups(sizes, world_size=2)["pipeline"] == (2, 1, 0)

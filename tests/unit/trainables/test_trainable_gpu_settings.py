@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
+import importlib
 
 import pytest
 
@@ -13,19 +11,7 @@ from trainables.megatron_core.graphs import steps_until_captured
 from trainables.megatron_core.plan import BuildPlan, build_plan
 from tuner.measurement import TrialSpec
 
-BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu" / "memory_and_time.py"
-
-
-def benchmark() -> Any:
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-GPU = benchmark()
+GPU = importlib.import_module("gpu.memory_and_time")
 
 
 def plan_of(name: str) -> BuildPlan:
