@@ -20,7 +20,7 @@ from tuner.formats.reader import read_document
 
 if TYPE_CHECKING:
     from tuner.estimation import EstimateRequest
-    from tuner.search.planning.weighing import Scales, Weighed, Weighing
+    from tuner.search.planning.weighing import Better, Figures, Scales, Weighed
 
 _GIB = 2**30
 
@@ -94,7 +94,7 @@ def _explained(request: EstimateRequest, frontend: str) -> dict[str, Any]:
             }
             for one in weighing.blocked
         ],
-        "better": None if better is None else _better(better, weighing),
+        "better": None if better is None else _better(better, own),
     }
 
 
@@ -175,17 +175,14 @@ def _lever(one: Weighed) -> dict[str, Any]:
     }
 
 
-def _better(better: Weighed, weighing: Weighing) -> dict[str, Any]:
+def _better(better: Better, own: Figures) -> dict[str, Any]:
     """The better configuration, and the levers that lead to it."""
-    path = [better]
-    if better in weighing.together:
-        path = list(weighing.together[: weighing.together.index(better) + 1])
     return {
-        "levers": [one.lever.name for one in path],
+        "levers": list(better.names),
         "config": better.candidate.to_flat(),
         "step_time_s": better.figures.step_time_s,
         "peak_allocated_bytes": int(better.figures.memory_bytes),
-        "faster": 1.0 - better.figures.step_time_s / weighing.figures.step_time_s,
+        "faster": 1.0 - better.figures.step_time_s / own.step_time_s,
     }
 
 
@@ -228,7 +225,7 @@ def _print(answer: Mapping[str, Any], name: str) -> None:
     better = answer["better"]
     if better is not None:
         out.print(
-            f"better: {' and '.join(better['levers'])}: step {better['step_time_s']:.3g} s, "
+            f"better: {', then '.join(better['levers'])}: step {better['step_time_s']:.3g} s, "
             f"{better['peak_allocated_bytes'] / _GIB:.1f} GiB"
         )
 

@@ -155,8 +155,13 @@ class TrialStore:
         return number
 
     def ask(self) -> optuna.Trial:
-        """Let the study's sampler (or its queue) start a trial."""
-        return self.study.ask()
+        """Let the study's queue, or else its sampler, start a trial."""
+        import optuna
+
+        if self.queued:
+            return self.study.ask()
+        # What `Study.ask` does once it has read every trial in flight to find one that waits.
+        return optuna.Trial(self.study, self._storage.create_new_trial(self._id))
 
     def asked(self, trial: optuna.Trial, attributes: Mapping[str, Any]) -> None:
         """Note the candidate of a trial that `ask` started."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import combinations
 
 from tuner.candidate import Candidate
 from tuner.errors import InputError
@@ -14,7 +15,10 @@ from tuner.search.planning.prior import listed
 from tuner.search.validity import ValidityChecker
 
 _LEAST_SAVED = 0.001  # of the peak: what is less is noise of profiles
-_MOST_TOGETHER = 6
+_MOST_COMBINED = 3  # levers that are tried in every combination
+_OF_EACH_AIM = 10  # levers of an aim that are combined
+_COMBINATIONS_ESTIMATED = 8
+_MOST_IN_TURN = 6
 _MOST_COMPANIONS = 3
 _GIB = 2**30
 
@@ -53,6 +57,15 @@ class Weighed:
 
 
 @dataclass(frozen=True, slots=True)
+class Better:
+    """Levers by name, and the configuration after all of them."""
+
+    names: tuple[str, ...]
+    candidate: Candidate
+    figures: Figures
+
+
+@dataclass(frozen=True, slots=True)
 class Blocked:
     """A lever that a rule refuses here, or that cannot be estimated."""
 
@@ -65,8 +78,9 @@ class Blocked:
 class Weighing:
     """What a configuration needs, and its levers.
 
-    `savers` come in order of their cost per GiB, `faster` fastest first. `together` are savers that
-    applied one after the other make it fit, with the figures after each.
+    `savers` come in order of their cost per GiB, `faster` fastest first. `better` is the fastest
+    change that fits, of one lever or several: faster than the configuration, or fitting where it
+    does not.
     """
 
     candidate: Candidate
@@ -75,17 +89,7 @@ class Weighing:
     faster: tuple[Weighed, ...]
     without_effect: tuple[Weighed, ...]
     blocked: tuple[Blocked, ...]
-    together: tuple[Weighed, ...]
-
-    @property
-    def better(self) -> Weighed | None:
-        """The fastest change that fits: faster than the configuration, or fitting where it does
-        not."""
-        fitting = [w for w in (*self.savers, *self.faster, *self.together) if w.figures.fits]
-        best = min(fitting, key=lambda w: w.figures.step_time_s, default=None)
-        if best is None or (self.figures.fits and best.added_s >= 0):
-            return None
-        return best
+    better: Better | None
 
 
 def permitted(
@@ -151,29 +155,98 @@ class Scales:
             tuple(faster),
             tuple(w for w in weighed if w not in savers and w not in faster),
             tuple(blocked),
-            tuple(self._together(candidate, own, savers)),
+            self._better(candidate, own, savers, faster),
         )
 
-    def _together(
-        self, candidate: Candidate, own: Figures, savers: Sequence[Weighed]
-    ) -> list[Weighed]:
-        """Savers applied one after the other, cheapest first, until the configuration fits."""
-        if own.fits or any(one.figures.fits for one in savers):
-            return []
-        applied: list[Weighed] = []
-        current, figures = candidate, own
-        for one in savers:
-            if figures.fits or len(applied) >= _MOST_TOGETHER:
+    def _better(
+        self,
+        candidate: Candidate,
+        own: Figures,
+        savers: Sequence[Weighed],
+        faster: Sequence[Weighed],
+    ) -> Better | None:
+        found = [Better((w.lever.name,), w.candidate, w.figures) for w in (*savers, *faster)]
+        fitting = [one for one in found if one.figures.fits]
+        goal = own.step_time_s if own.fits else float("inf")
+        goal = min([goal, *(one.figures.step_time_s for one in fitting)])
+        fitting += self._combined(candidate, own, savers, faster, goal)
+        if not own.fits and not fitting:
+            fitting += self._in_turn(candidate, own, savers)
+        best = min(fitting, key=lambda one: one.figures.step_time_s, default=None)
+        if best is None or (own.fits and best.figures.step_time_s >= own.step_time_s):
+            return None
+        return best
+
+    def _combined(
+        self,
+        candidate: Candidate,
+        own: Figures,
+        savers: Sequence[Weighed],
+        faster: Sequence[Weighed],
+        goal_s: float,
+    ) -> list[Better]:
+        """Few levers at once that fit and should be faster than `goal_s`.
+
+        What single levers save and cost, added up, says which combinations are estimated.
+        """
+        choices = [*savers[:_OF_EACH_AIM], *faster[:_OF_EACH_AIM]]
+        promising: list[tuple[float, tuple[str, ...]]] = []
+        for size in range(2, _MOST_COMBINED + 1):
+            for chosen in combinations(choices, size):
+                memory_bytes = own.memory_bytes - sum(one.saved_bytes for one in chosen)
+                seconds = own.step_time_s + sum(one.added_s for one in chosen)
+                if memory_bytes <= own.limit_bytes and 0 < seconds < goal_s:
+                    promising.append((seconds, tuple(one.lever.name for one in chosen)))
+        paths: list[tuple[tuple[str, ...], Candidate]] = []
+        for _, names in sorted(promising):
+            changed = self._applied(candidate, names)
+            if changed is not None and changed not in (path[1] for path in paths):
+                paths.append((names, changed))
+            if len(paths) == _COMBINATIONS_ESTIMATED:
                 break
-            changed = one.lever.applied(current)
-            if changed == current or self.checker(changed) is not None:
+        estimated = self.figures([changed for _, changed in paths]) if paths else []
+        return [
+            Better(names, changed, figures)
+            for (names, changed), figures in zip(paths, estimated, strict=True)
+            if not isinstance(figures, str) and figures.fits
+        ]
+
+    def _in_turn(
+        self, candidate: Candidate, own: Figures, savers: Sequence[Weighed]
+    ) -> Iterator[Better]:
+        """Savers one after the other, cheapest first, until the configuration fits."""
+        names: tuple[str, ...] = ()
+        figures = own
+        for one in savers:
+            changed = self._applied(candidate, (*names, one.lever.name))
+            if changed is None:
                 continue
             (found,) = self.figures([changed])
             if isinstance(found, str) or found.memory_bytes >= figures.memory_bytes:
                 continue
-            current, figures = changed, found
-            applied.append(_weighed(one.lever, current, figures, own))
-        return applied if figures.fits else []
+            names, figures = (*names, one.lever.name), found
+            if figures.fits:
+                yield Better(names, changed, figures)
+                return
+            if len(names) == _MOST_IN_TURN:
+                return
+
+    def _applied(self, candidate: Candidate, names: Sequence[str]) -> Candidate | None:
+        """The candidate after levers of these names; None where one has gone or rules refuse it.
+
+        What a lever changes depends on those before it: modules add up.
+        """
+        known = {violation.rule for violation in self.checker.errors(candidate)}
+        for name in names:
+            offered = levers(candidate, self._estimator.place.model)
+            lever = next((one for one in offered if one.name == name), None)
+            if lever is None:
+                return None
+            found = permitted(lever, candidate, self.checker, known)
+            if isinstance(found, Blocked):
+                return None
+            candidate = found.applied(candidate)
+        return candidate
 
     def figures(self, candidates: Sequence[Candidate]) -> list[Figures | str]:
         """Estimates of candidates, or why there are none."""
