@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -153,8 +153,11 @@ class Candidate:
                 parts.append(f"{short}{value}")
         return " ".join(parts)
 
-    def memory_label(self) -> str:
-        """Recompute, graph and offload settings in short, e.g. "selective core_attn,mlp"."""
+    def memory_label(self, hidden: Collection[str] = ()) -> str:
+        """Recompute, graph and offload settings in short, e.g. "selective core_attn,mlp".
+
+        Fields that the tuner does not model follow with their values, but those in `hidden`.
+        """
         parts = [_recompute_label(self)]
         if self.cuda_graph_impl != "none":
             scope = ",".join(self.cuda_graph_modules) or "layer"
@@ -169,7 +172,8 @@ class Candidate:
             parts.append(f"offload {','.join(self.offload_modules)}")
         if self.optimizer_cpu_offload:
             parts.append(f"optimizer offload {self.optimizer_offload_fraction:g}")
-        parts += [f"{name}={_thaw(value)}" for name, value in self.extra]
+        shown = ((name, value) for name, value in self.extra if name not in hidden)
+        parts += [f"{name}={_thaw(value)}" for name, value in shown]
         return ", ".join(parts)
 
 

@@ -51,6 +51,14 @@ GpuOption = Annotated[str | None, typer.Option(help="GPU type, where CONFIG name
 GpusPerNodeOption = Annotated[
     int | None, typer.Option(min=1, help="GPUs of a node, where CONFIG says nothing.")
 ]
+ScriptArgOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--script-arg",
+        help="What the launch script is started with: an argument, or VARIABLE=VALUE of its "
+        "environment; once for each.",
+    ),
+]
 WorldSizeOption = Annotated[
     int | None, typer.Option(min=1, help="Number of GPUs, where CONFIG says nothing.")
 ]
@@ -76,13 +84,15 @@ def check(
         typer.Option(help="mcore, bridge or megatron-lm; default: whose settings these are."),
     ] = None,
     fix: Annotated[bool, typer.Option("--fix", help="Print the smallest valid change.")] = False,
+    script_arg: ScriptArgOption = None,
     output: Format = OutputFormat.TEXT,
 ) -> None:
     """Say whether a configuration is valid, why not, and what to change."""
     from tuner.commands.check import run_check
 
+    as_json = output is OutputFormat.JSON
     raise typer.Exit(
-        run_check(config, jsonl, mcore, frontend, fix=fix, as_json=output is OutputFormat.JSON)
+        run_check(config, jsonl, mcore, frontend, script_arg or (), fix=fix, as_json=as_json)
     )
 
 
@@ -112,6 +122,7 @@ def estimate(
         Path | None,
         typer.Option("--timeline", help="Write the predicted step there, a trace for Perfetto."),
     ] = None,
+    script_arg: ScriptArgOption = None,
     output: Format = OutputFormat.TEXT,
 ) -> None:
     """Predict peak memory per rank, and whether it fits the GPU; no GPU is needed."""
@@ -122,6 +133,7 @@ def estimate(
             config,
             jsonl,
             run={"gpu": gpu, "gpus_per_node": gpus_per_node, "world_size": world_size},
+            started_with=script_arg or (),
             method=method.value,
             timeline=timeline,
             as_json=output is OutputFormat.JSON,
@@ -137,13 +149,16 @@ def explain(
     gpu: GpuOption = None,
     gpus_per_node: GpusPerNodeOption = None,
     world_size: WorldSizeOption = None,
+    script_arg: ScriptArgOption = None,
     output: Format = OutputFormat.TEXT,
 ) -> None:
     """Say where memory goes, and what each lever would save and cost; a better configuration."""
     from tuner.commands.explain import run_explain
 
     run = {"gpu": gpu, "gpus_per_node": gpus_per_node, "world_size": world_size}
-    raise typer.Exit(run_explain(config, run, as_json=output is OutputFormat.JSON))
+    raise typer.Exit(
+        run_explain(config, run, script_arg or (), as_json=output is OutputFormat.JSON)
+    )
 
 
 @app.command()
@@ -189,9 +204,16 @@ def plan(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write the plan there as one HTML file.")
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Write the best candidate there, as estimate and export take it."
+        ),
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Dry runs at a time; default: one a core.")
     ] = None,
+    script_arg: ScriptArgOption = None,
     output: Format = OutputFormat.TEXT,
 ) -> None:
     """Rank every valid candidate of a job by predicted step time; no GPU is needed."""
@@ -207,8 +229,10 @@ def plan(
             gpu=gpu,
             seq_length=seq_length,
             global_batch_size=global_batch_size,
+            started_with=script_arg or (),
             plot=plot,
             html=html,
+            out=out,
             as_json=as_json,
         )
     )
@@ -336,12 +360,14 @@ def export(
     file: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the text to this file.")
     ] = None,
+    script_arg: ScriptArgOption = None,
     output: Format = OutputFormat.TEXT,
 ) -> None:
     """Write a configuration in the form a training job takes."""
     from tuner.commands.export import run_export
 
-    raise typer.Exit(run_export(source, to, mcore, file, as_json=output is OutputFormat.JSON))
+    as_json = output is OutputFormat.JSON
+    raise typer.Exit(run_export(source, to, mcore, file, script_arg or (), as_json=as_json))
 
 
 @app.command()

@@ -1,4 +1,5 @@
-"""Reading the YAML and JSON files that users give, with errors that name the file and the line."""
+"""Reading the YAML and JSON files that users give, with errors that name the file and the line, and
+writing what they ask for."""
 
 from __future__ import annotations
 
@@ -38,6 +39,14 @@ def read_text(path: Path) -> str:
             raise
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"cannot be read: {reason}", where=str(path)) from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that a user asked for. Raises InputError where it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from None
 
 
 def parse_yaml_mapping(text: str, *, where: str) -> dict[str, Any]:

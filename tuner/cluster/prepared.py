@@ -15,6 +15,7 @@ from tuner.errors import EnvironmentLacksError, InputError
 from tuner.job import Job
 from tuner.measurement import TrialSpec
 from tuner.models import ModelSpec
+from tuner.search.companions import for_frontend
 from tuner.search.layouts import with_layouts
 from tuner.search.records import Rejection
 from tuner.search.requirements import Requirements
@@ -116,10 +117,11 @@ class PreparedJob:
         return get_gpu(cluster.gpu).link_domain_gpus
 
 
-def prepare(job: Job, *, where: str, base_folder: Path) -> PreparedJob:
+def prepare(job: Job, *, where: str, base_folder: Path, frontend: str | None = None) -> PreparedJob:
     """Resolve and check a job.
 
-    `where` names the job file in errors; `base_folder` resolves paths in it. Raises InputError
+    `where` names the job file in errors; `base_folder` resolves paths in it; `frontend` says whose
+    rules hold where those are not the trainable's own. Raises InputError
     for a bad model, space, starting candidate or a space without a valid candidate, and
     EnvironmentLacksError where the trainable's packages are missing.
     """
@@ -138,6 +140,8 @@ def prepare(job: Job, *, where: str, base_folder: Path) -> PreparedJob:
         where,
         "",
     )
+    frontend = frontend or trainables.get(job.trainable.name).frontend
+    space = for_frontend(space, frontend)
     _check_axes(space, where)
     _check_command(job, space, where)
     mcore = installed_mcore()
@@ -151,7 +155,7 @@ def prepare(job: Job, *, where: str, base_folder: Path) -> PreparedJob:
         },
         world_size=job.cluster.world_size,
         mcore=mcore,
-        frontend=trainables.get(job.trainable.name).frontend,
+        frontend=frontend,
     )
     job = _with_plain_start(job, space, mcore, where, base_folder)
     prepared = PreparedJob(job, model, space, checker)
@@ -170,7 +174,7 @@ def _check_axes(space: SearchSpace, where: str) -> None:
 
     known = catalogue()
     for name in (*(axis.field for axis in space.axes), *space.fixed):
-        if name not in known and name != "world_size" and not name.startswith("env."):
+        if name not in {*known, "world_size", "env"} and not name.startswith("env."):
             hint = nearest_name(name, known) or "see tuner job-schema"
             raise InputError(f"there is no field '{name}'", where=where, field="space", fix=hint)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ def run_check(
     jsonl: Path | None,
     mcore: str | None,
     frontend: str | None,
+    started_with: Sequence[str] = (),
     *,
     fix: bool,
     as_json: bool,
@@ -38,7 +39,7 @@ def run_check(
     if jsonl is not None:
         return _check_lines(jsonl, mcore, frontend, fix=fix)
     assert config is not None
-    document = read_document(config, mcore=mcore)
+    document = read_document(config, mcore=mcore, started_with=started_with)
     note_misspelt_keys(document, config)
     frontend = frontend or str(document.get("frontend") or DEFAULT_FRONTEND)
     _refuse_unknown_target(mcore, frontend)

@@ -22,6 +22,7 @@ def run_estimate(
     jsonl: Path | None,
     *,
     run: Mapping[str, Any] | None = None,
+    started_with: Sequence[str] = (),
     method: str = "dryrun",
     timeline: Path | None = None,
     as_json: bool,
@@ -40,9 +41,8 @@ def run_estimate(
         return _estimate_lines(jsonl, method, run or {})
     assert config is not None
     where, run = str(config), run or {}
-    given, document = (
-        completed(read, run) for read in read_given_and_effective(config, mcore=mcore_version())
-    )
+    both = read_given_and_effective(config, mcore=mcore_version(), started_with=started_with)
+    given, document = (completed(read, run) for read in both)
     note_misspelt_keys(given, config)
     document, assumed = with_vocabulary(document)
     if timeline is not None:

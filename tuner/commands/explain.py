@@ -25,13 +25,17 @@ if TYPE_CHECKING:
 _GIB = 2**30
 
 
-def run_explain(config: Path, run: Mapping[str, Any], *, as_json: bool) -> int:
+def run_explain(
+    config: Path, run: Mapping[str, Any], started_with: Sequence[str] = (), *, as_json: bool
+) -> int:
     """Explain and print; 0 where the configuration is valid and fits, else 1.
 
     `run` holds what the command line says of the run (GPU, number of GPUs, batch), which fills in
     what the file leaves open.
     """
-    document = read_document(config, mcore=mcore_version(), effective=True)
+    document = read_document(
+        config, mcore=mcore_version(), effective=True, started_with=started_with
+    )
     answer = explain_document(
         completed(document, run),
         where=str(config),

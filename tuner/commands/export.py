@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +11,30 @@ from tuner.commands.check import fix_text
 from tuner.commands.output import print_json
 from tuner.configuration import mcore_version
 from tuner.errors import InputError
+from tuner.files import write_text
 
 
 def run_export(
-    source: Path, to: str, mcore: str | None, output: Path | None, *, as_json: bool
+    source: Path,
+    to: str,
+    mcore: str | None,
+    output: Path | None,
+    started_with: Sequence[str] = (),
+    *,
+    as_json: bool,
 ) -> int:
     """Export and print, or write to `output`; 1 where the form cannot express a field."""
     from tuner.formats import export_document
 
     mcore = mcore or mcore_version()
-    document, path = load_source(source, mcore)
+    document, path = load_source(source, mcore, started_with)
     _refuse_impossible_values(document, mcore, path)
     exported = export_document(document, to, mcore=mcore, where=str(path), base_folder=path.parent)
     for name, reason in (exported.left_out or {}).items():
         print(f"tuner: not expressed: {name}: {reason}", file=sys.stderr)
     _warn_of_refusals(document, to, mcore, path)
     if output is not None:
-        _write(output, exported.text)
+        write_text(output, exported.text)
     if as_json:
         print_json(exported.to_json())
     elif output is None:
@@ -71,7 +78,9 @@ def _warn_of_refusals(document: Mapping[str, Any], to: str, mcore: str, path: Pa
         print(told + fix, file=sys.stderr)
 
 
-def load_source(source: Path, mcore: str) -> tuple[Mapping[str, Any], Path]:
+def load_source(
+    source: Path, mcore: str, started_with: Sequence[str] = ()
+) -> tuple[Mapping[str, Any], Path]:
     """The document of a configuration file, or of the best candidate of a study directory."""
     from tuner.formats.reader import read_document
 
@@ -82,11 +91,4 @@ def load_source(source: Path, mcore: str) -> tuple[Mapping[str, Any], Path]:
             where=str(source),
             fix="give a study directory with a completed trial, or a configuration file",
         )
-    return read_document(path, mcore=mcore), path
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from None
+    return read_document(path, mcore=mcore, started_with=started_with), path

@@ -40,8 +40,10 @@ def run_plan(
     gpu: str | None,
     seq_length: int | None = None,
     global_batch_size: int | None = None,
+    started_with: Sequence[str] = (),
     plot: Path | None,
     html: Path | None,
+    out: Path | None = None,
     as_json: bool,
 ) -> int:
     """Plan and print; 0 where something fits, 1 where nothing does."""
@@ -50,23 +52,26 @@ def run_plan(
 
     sizes, names = _sizes(gpus) if gpus else [], gpu.split(",") if gpu else []
     first = (names[0].strip() if names else None, sizes[0] if sizes else None)
-    start = starting_job(job_path, Run(*first, seq_length, global_batch_size))
+    start = starting_job(job_path, Run(*first, seq_length, global_batch_size, started_with))
     file, job = start.file, start.job
     if (gpus is None and gpu is None) or (start.made and max(len(sizes), len(names)) <= 1):
-        prepared = prepare(job, where=str(file), base_folder=file.resolve().parent)
+        prepared = prepare(
+            job, where=str(file), base_folder=file.resolve().parent, frontend=start.frontend
+        )
         answer = planned(prepared, request, where=str(file), start=start.candidate)
         answer["assumed"] = dict(start.assumed)
         if html is not None:
             _write_html(answer, prepared, file, html)
+        if out is not None and answer["candidates"]:
+            _write_best(answer, prepared, str(file), out)
         if as_json:
             print_json(answer)
         else:
             _print_plan(answer, job.name)
         return 0 if answer["candidates"] else 1
-    if html is not None:
-        raise InputError(
-            "a page is written for one cluster", field="--html", fix="leave out --gpus and --gpu"
-        )
+    for option, path in (("--html", html), ("--out", out)):
+        if path is not None:
+            raise InputError("is of one cluster", field=option, fix="leave out --gpus and --gpu")
     clusters = _clusters(job, gpus, gpu)
     answer = {
         "clusters": [
@@ -141,7 +146,8 @@ def planned(
         "refuted_by_dry_run": confirmed.left_out,
         "confirmed_by_dry_run": sum(answer["fits"] is True for answer in answers.values()),
         "profiled_settings": plan.profiled,
-        "explanation": explain_best(plan, place),
+        "fixed": dict(prepared.space.fixed),
+        "explanation": explain_best(plan, place, prepared.space.fixed),
         "seconds": plan.seconds,
         **({} if start is None else {"start": _start(start, place, prepared.checker)}),
     }
@@ -267,6 +273,20 @@ def _write_html(answer: Mapping[str, Any], prepared: PreparedJob, file: Path, ht
         write_plan_report(answer, prepared, file, html, told)
 
 
+def _write_best(answer: Mapping[str, Any], prepared: PreparedJob, where: str, path: Path) -> None:
+    """Write the first candidate as `tuner estimate`, `explain` and `export` take it."""
+    import yaml
+
+    from tuner.candidate import Candidate
+    from tuner.files import write_text
+    from tuner.search.planning.confirm import document_of
+    from tuner.search.planning.machine import workplace_of
+
+    best = Candidate.from_flat(answer["candidates"][0]["config"])
+    document = document_of(best, workplace_of(prepared, where=where))
+    write_text(path, yaml.safe_dump(document, sort_keys=False))
+
+
 def _compare(clusters: Sequence[dict[str, Any]]) -> None:
     """Efficiency: tokens per second per GPU over that of the smallest cluster of the same GPU."""
     smallest: dict[str, dict[str, Any]] = {}
@@ -357,12 +377,12 @@ def _print_plan(answer: Mapping[str, Any], name: str) -> None:
         return
     if not answer["confirmed_by_dry_run"]:
         out.print("[yellow]no candidate below is confirmed by a dry run[/yellow] (--confirm)")
-    out.print(_table(answer["candidates"], answer["world_size"], "best candidates"))
+    out.print(_table(answer["candidates"], answer, "best candidates"))
     front = _thinned(answer["pareto"])
     title = "Pareto front, leanest first"
     if len(front) < len(answer["pareto"]):
         title += f" ({len(front)} of {len(answer['pareto'])}; all with --format json)"
-    out.print(_table(front, answer["world_size"], title))
+    out.print(_table(front, answer, title))
     for line in answer["explanation"]["text"]:
         out.print(line)
 
@@ -392,7 +412,7 @@ def _start_line(start: Mapping[str, Any], candidates: Sequence[Mapping[str, Any]
     return "yours: " + "; ".join(parts)
 
 
-def _table(documents: Sequence[Mapping[str, Any]], world_size: int, title: str) -> Any:
+def _table(documents: Sequence[Mapping[str, Any]], answer: Mapping[str, Any], title: str) -> Any:
     from rich.table import Table
 
     from tuner.candidate import Candidate
@@ -408,8 +428,8 @@ def _table(documents: Sequence[Mapping[str, Any]], world_size: int, title: str) 
             verdict = "fits" if confirmed["fits"] else "does not fit"
             shown = f"{confirmed['peak_allocated_bytes'] / _GIB:.1f} GiB, {verdict}"
         table.add_row(
-            candidate.label(world_size),
-            candidate.memory_label(),
+            candidate.label(answer["world_size"]),
+            candidate.memory_label(answer["fixed"]),
             f"{estimate['step_time_s']:.3f}",
             f"{estimate['tflops_per_gpu']:.0f}",
             f"{estimate['peak_allocated_bytes'] / _GIB:.1f}",

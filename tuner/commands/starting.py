@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from tuner.files import read_text
 
 if TYPE_CHECKING:
     from tuner.candidate import Candidate
+    from tuner.estimation import EstimateRequest
     from tuner.job import Job
 
 _LONGEST = 8192
@@ -38,23 +39,28 @@ _OF_THE_LAYOUT = frozenset(
 @dataclass(frozen=True, slots=True)
 class Start:
     """A job and the file it came from; `made` where that is no job file, with the `candidate` that
-    it holds, if any, and the fields that were `assumed`."""
+    it holds, if any, the fields that were `assumed`, and the `frontend` that it was written for."""
 
     job: Job
     file: Path
     made: bool = False
     candidate: Candidate | None = None
     assumed: Mapping[str, Any] = field(default_factory=dict)
+    frontend: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the command line says of a run: it fills in what a file leaves open."""
+    """What the command line says of a run: it fills in what a file leaves open.
+
+    `started_with` is what a launch script is started with.
+    """
 
     gpu: str | None = None
     gpus: int | None = None
     seq_length: int | None = None
     global_batch_size: int | None = None
+    started_with: Sequence[str] = ()
 
 
 def starting_job(path: Path, run: Run) -> Start:
@@ -137,7 +143,9 @@ def _existing(file: Path, run: Run) -> Start:
     from tuner.estimation import EstimateRequest
     from tuner.formats.reader import read_document
 
-    document = read_document(file, mcore=mcore_version(), effective=True)
+    document = read_document(
+        file, mcore=mcore_version(), effective=True, started_with=run.started_with
+    )
     given = {
         "gpu": run.gpu,
         "world_size": run.gpus,
@@ -166,9 +174,22 @@ def _existing(file: Path, run: Run) -> Start:
     )
     searched = {axis.field for axis in job.search_space(file.parent).axes}
     fixed = {k: v for k, v in request.candidate.extra if k not in searched | _OF_THE_LAYOUT}
+    env = {name: v for name, v in request.candidate.env if f"env.{name}" not in searched}
+    frontend = document.get("frontend")
+    if frontend == "megatron-lm":
+        env = {**_connections(request, fixed), **env}
+    fixed |= {"env": env} if env else {}
     space = job.space.model_copy(update={"fixed": fixed})
     job = job.model_copy(update={"space": space})
-    return Start(job, file, made=True, candidate=request.candidate, assumed=assumed)
+    return Start(job, file, True, request.candidate, assumed, frontend)
+
+
+def _connections(request: EstimateRequest, fixed: Mapping[str, Any]) -> dict[str, str]:
+    """The variable that Megatron-LM wants for tensor parallelism before Blackwell (rule E01)."""
+    sharded = fixed.get("use_megatron_fsdp") or fixed.get("use_torch_fsdp2")  # rule D12
+    if request.gpu.compute_capability >= (10, 0) or sharded:
+        return {}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def _job(

@@ -32,20 +32,26 @@ _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _RUN_FIELDS = ("seq_length", "global_batch_size")
 
 
-def read_document(path: Path, *, mcore: str, effective: bool = False) -> dict[str, Any]:
+def read_document(
+    path: Path, *, mcore: str, effective: bool = False, started_with: Sequence[str] = ()
+) -> dict[str, Any]:
     """The configuration in a file of any of the forms, or of standard input for "-".
 
     With `effective`, a Megatron-LM line also gets the fields that the command line adds before
-    Megatron-Core sees them, as an estimate needs. Raises InputError naming the file.
+    Megatron-Core sees them, as an estimate needs. `started_with` are arguments and `NAME=VALUE`
+    variables that a launch script is started with. Raises InputError naming the file.
     """
-    return _read(*_source(path), path.parent, mcore=mcore, effective=effective)
+    text, where = _source(path)
+    return _read(text, where, path.parent, mcore, effective, started_with)
 
 
-def read_given_and_effective(path: Path, *, mcore: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_given_and_effective(
+    path: Path, *, mcore: str, started_with: Sequence[str] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """`read_document` without and with `effective`, of a source that can be read once only."""
     text, where = _source(path)
-    given = _read(text, where, path.parent, mcore=mcore, effective=False)
-    return given, _read(text, where, path.parent, mcore=mcore, effective=True)
+    given = _read(text, where, path.parent, mcore, False, started_with)
+    return given, _read(text, where, path.parent, mcore, True, started_with)
 
 
 def _source(path: Path) -> tuple[str, str]:
@@ -57,16 +63,29 @@ def _source(path: Path) -> tuple[str, str]:
     return read_text(path), str(path)
 
 
-def _read(text: str, where: str, base: Path, *, mcore: str, effective: bool) -> dict[str, Any]:
-    document = read_configuration(text, mcore=mcore, where=where, effective=effective)
+def _read(
+    text: str, where: str, base: Path, mcore: str, effective: bool, started_with: Sequence[str]
+) -> dict[str, Any]:
+    document = read_configuration(
+        text, mcore=mcore, where=where, effective=effective, started_with=started_with
+    )
     return expand(document, mcore=mcore, where=where, base=base, effective=effective)
 
 
 def read_configuration(
-    text: str, *, mcore: str, where: str = "configuration", effective: bool = False
+    text: str,
+    *,
+    mcore: str,
+    where: str = "configuration",
+    effective: bool = False,
+    started_with: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The configuration in a text of any of the forms. Raises InputError where it is none."""
     mapping = _yaml_mapping(text, where)
+    if mapping is not None and started_with and "megatron_script" in mapping:
+        mapping["script_args"] = [*mapping.get("script_args", []), *started_with]
+    elif mapping is not None and started_with:
+        raise InputError("is no launch script, which arguments could be given to", where=where)
     if mapping is not None and {"model_type", "architectures"}.intersection(mapping):
         raise InputError(
             "is a model's config.json of Hugging Face, not a configuration of a run",
@@ -76,7 +95,7 @@ def read_configuration(
     if mapping is not None:
         return bridge_document(read_nested(mapping)) if is_bridge_yaml(mapping) else mapping
     try:
-        script = shell.read_script(text)
+        script = shell.read_script(text, started_with)
     except ValueError as error:
         raise InputError(f"cannot be read as a command line: {error}", where=where) from None
     words = _settings_words(script)
@@ -92,7 +111,8 @@ def expand(
 ) -> dict[str, Any]:
     """The document with the settings of one of SOURCES put in its terms.
 
-    Paths (`megatron_script`, `bridge_yaml`) are relative to `base`. What stands beside the source
+    Paths (`megatron_script`, `bridge_yaml`) are relative to `base`; `script_args` are arguments and
+    variables that a `megatron_script` is started with. What stands beside the source
     wins, field by field. Raises InputError where more than one source is given.
     """
     given = [name for name in SOURCES if name in document]
@@ -101,7 +121,15 @@ def expand(
     if len(given) > 1:
         raise InputError(f"give one of {', '.join(given)}", where=where)
     source, rest = given[0], {k: v for k, v in document.items() if k not in SOURCES}
-    read = _read_source(source, document[source], mcore, f"{where}: {source}", base, effective)
+    started_with = rest.pop("script_args", None) or []
+    if started_with and source != "megatron_script":
+        raise InputError("belongs to a megatron_script", where=where, field="script_args")
+    if not isinstance(started_with, list):
+        raise InputError("is not a list", where=where, field="script_args")
+    words = [str(word) for word in started_with]
+    read = _read_source(
+        source, document[source], mcore, f"{where}: {source}", base, effective, words
+    )
     config = {**read.get("config", {}), **(rest.pop("config", None) or {})}
     return {**read, **rest, "config": config}
 
@@ -128,7 +156,13 @@ def starting_fields(
 
 
 def _read_source(
-    source: str, value: Any, mcore: str, where: str, base: Path, effective: bool
+    source: str,
+    value: Any,
+    mcore: str,
+    where: str,
+    base: Path,
+    effective: bool,
+    started_with: Sequence[str],
 ) -> dict[str, Any]:
     if source == "bridge_yaml":
         if isinstance(value, str):
@@ -143,7 +177,7 @@ def _read_source(
         script = shell.Script()
     elif isinstance(value, str):
         try:
-            script = shell.read_script(value)
+            script = shell.read_script(value, started_with)
         except ValueError as error:
             raise InputError(f"cannot be read as words: {error}", where=where) from None
         words = _settings_words(script)
@@ -200,6 +234,7 @@ def _from_words(
     if script.undecided:
         document["notes"] = [
             f"both ways are read, the last setting holds: {condition}"
+            + (" (--script-arg gives what it is started with)" if "$" in condition else "")
             for condition in script.undecided
         ]
     world = _world_size(script)

@@ -13,7 +13,7 @@ from tuner.formats.shell_flow import Flow
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(
-    r"\$(?:([A-Za-z_]\w*|\d)|\{([A-Za-z_]\w*|\d)(?:\[[@*]\])?"
+    r"\$(?:([A-Za-z_]\w*|[\d@*#])|\{([A-Za-z_]\w*|[\d@*])(?:\[[@*]\])?"
     r"(?:(:?[-=+])((?:[^{}$]|\$\w|\$\{[^{}]*\})*))?\})"
 )
 _HEREDOC = re.compile(r"(?<!<)<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
@@ -50,6 +50,7 @@ class Script:
     """What a shell text says: words of each command, exported variables, and all variables.
 
     `undecided` are the conditions whose branches were all read, since only a run decides them.
+    Positional parameters are variables of their number, where they are known.
     """
 
     commands: list[list[str]] = field(default_factory=list)
@@ -58,12 +59,15 @@ class Script:
     undecided: list[str] = field(default_factory=list)
 
 
-def read_script(text: str) -> Script:
+def read_script(text: str, given: Sequence[str] = ()) -> Script:
     """The commands of a script with its variables put in, as far as they run (`shell_flow`).
 
-    Bodies of loops and functions are read once. Raises ValueError where the quoting never ends.
+    `given` is what it is started with: arguments in order, and `NAME=VALUE` for variables of its
+    environment. Bodies of loops and functions are read once. Raises ValueError where the quoting
+    never ends.
     """
     script = Script()
+    _start(script, given)
     text, documents = _without_heredocs(text)
     script.undecided = list(dict.fromkeys(_read_lines(text, script)))
     for document in documents:
@@ -72,12 +76,62 @@ def read_script(text: str) -> Script:
     return script
 
 
+def _start(script: Script, given: Sequence[str]) -> None:
+    arguments = []
+    for word in given:
+        if (match := _ASSIGNMENT.fullmatch(word)) and not match[2]:
+            script.variables[match[1]] = [match[3]]
+            script.env[match[1]] = match[3]
+        else:
+            arguments.append(word)
+    if arguments:
+        _set_arguments(script, arguments)
+
+
+def _set_arguments(script: Script, arguments: Sequence[str]) -> None:
+    for number in range(1, 10):
+        script.variables[str(number)] = list(arguments[number - 1 : number])
+    for name in ("@", "*"):
+        script.variables[name] = list(arguments)
+    script.variables["#"] = [str(len(arguments))]
+
+
+def _shift(script: Script, words: Sequence[str]) -> None:
+    """`shift [N]`, where the arguments are known."""
+    known = script.variables.get("@")
+    count = words[0] if words else "1"
+    if known is not None and count.isdigit() and int(count) <= len(known):
+        _set_arguments(script, known[int(count) :])
+
+
 def _read_lines(text: str, script: Script) -> list[str]:
     """Read a text into the script; the conditions that it leaves undecided."""
     flow = Flow()
-    for line in _logical_lines(text):
-        _read_line(line, script, flow)
+    lines = _logical_lines(text)
+    at = 0
+    while at < len(lines):
+        end = _end_of_argument_loop(lines, at) if "@" in script.variables else None
+        shrinking = True
+        while shrinking:  # once, but for loops that take arguments
+            before = script.variables.get("@")
+            for line in lines[at : (at if end is None else end) + 1]:
+                _read_line(line, script, flow)
+            shrinking = end is not None and script.variables.get("@") != before
+        at = (at if end is None else end) + 1
     return flow.undecided
+
+
+def _end_of_argument_loop(lines: Sequence[str], at: int) -> int | None:
+    """The last line of a loop that takes arguments one after the other; None where none begins."""
+    if not re.match(r"\s*while\b.*\$(#|1|\{1)", lines[at]):
+        return None
+    depth = 0
+    for place in range(at, len(lines)):
+        words = _split(lines[place])
+        depth += words.count("do") - words.count("done")
+        if depth <= 0 and "done" in words:
+            return place
+    return None
 
 
 def _without_heredocs(text: str) -> tuple[str, list[str]]:
@@ -215,7 +269,13 @@ def _read_command(words: Sequence[str], script: Script) -> None:
         for name, value in _DEFAULT.findall(word):  # as in `: ${TP:=2}`
             script.variables.setdefault(name, _expand_word(value, script))
     if words:
-        script.commands.append([part for word in words for part in _expand_word(word, script)])
+        words = [part for word in words for part in _expand_word(word, script)]
+        if words[:1] == ["shift"]:
+            _shift(script, words[1:])
+        elif words[:2] == ["set", "--"]:
+            _set_arguments(script, words[2:])
+        else:
+            script.commands.append(words)
 
 
 def _read_array(words: Sequence[str], script: Script) -> None:
@@ -256,8 +316,10 @@ def _expand_word(word: str, script: Script, depth: int = 0) -> list[str]:
 
 def _text(word: str, script: Script) -> str | None:
     """A word as a test sees it: what nobody set is empty, and None what only a run would tell."""
-    word = word.replace("$#", "0").replace("${#@}", "0")
-    word = re.sub(r"\$\{?[@*]\}?", "", word)
+    if "@" not in script.variables:
+        word = word.replace("$#", "0").replace("${#@}", "0")
+        word = re.sub(r"\$\{?[@*]\}?", "", word)
+    word = word.replace("${#@}", "$#")
     text = " ".join(_expand_word(word, script))
     text = _REFERENCE.sub(
         lambda found: "" if (found[3] or "").endswith("+") else found[4] or "", text

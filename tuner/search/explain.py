@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tuner.candidate import Candidate
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 _GIB = 2**30
 
 
-def explain_best(plan: Plan, place: Workplace) -> dict[str, Any]:
+def explain_best(plan: Plan, place: Workplace, hidden: Collection[str] = ()) -> dict[str, Any]:
     """What the best candidate owes to each setting, and what other memory would buy.
 
     `knobs` holds, for each field, the best kept candidate with another value there: its value and
     by how much its step is slower (a fraction) and its peak higher (bytes). `importance` is the
     share of the spread of log step time over the kept candidates that each field's values explain.
     `with_less_memory` and `with_more_memory` are the best candidates under 10 GiB less and more.
+    Fields in `hidden` are not worth a word in the text.
     """
     if not plan.best:
         return {"knobs": {}, "importance": {}, "text": []}
@@ -39,7 +40,7 @@ def explain_best(plan: Plan, place: Workplace) -> dict[str, Any]:
         ),
         "with_less_memory": None if less is None else _compared(less, best),
         "with_more_memory": None if plan.beyond is None else _compared(plan.beyond, best),
-        "text": _text(best, knobs, less, plan.beyond, place, len(plan.best)),
+        "text": _text(best, knobs, less, plan.beyond, place, len(plan.best), hidden),
     }
 
 
@@ -110,8 +111,10 @@ def _text(
     more: Ranked | None,
     place: Workplace,
     kept: int,
+    hidden: Collection[str],
 ) -> list[str]:
-    lines = [f"best: {best.candidate.label(place.world_size)}, {best.candidate.memory_label()}"]
+    settings = best.candidate.memory_label(hidden)
+    lines = [f"best: {best.candidate.label(place.world_size)}, {settings}"]
     spent = sorted(best.time_parts.items(), key=lambda item: -item[1])
     shown = [f"{name} {seconds / best.step_time_s:.0%}" for name, seconds in spent[:5]]
     lines.append(f"its step is spent on {', '.join(shown)}")
@@ -121,7 +124,7 @@ def _text(
             change = other.step_time_s / best.step_time_s - 1
             lines.append(
                 f"with 10 GiB {amount}: {other.candidate.label(place.world_size)}, "
-                f"{other.candidate.memory_label()}, step {change:+.1%}"
+                f"{other.candidate.memory_label(hidden)}, step {change:+.1%}"
             )
     return lines
 

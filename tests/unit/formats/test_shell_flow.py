@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tuner.formats.reader import read_configuration
+from tuner.errors import InputError
+from tuner.formats.reader import expand, read_configuration
 from tuner.formats.shell import read_script
 
 RUN = 'torchrun "${ARGS[@]}" --tp $TP --pp $PP'
@@ -63,6 +64,65 @@ def test_what_runs_is_what_bash_runs(name: str, tmp_path: Path) -> None:
     script = read_script(text)
     assert script.commands[-1] == ran.stdout.split()
     assert script.undecided == []
+
+
+STARTED = {
+    "positional": ("TP=$1\nPP=${2:-7}", ["4"]),
+    "two": ("TP=$1\nPP=${2:-7}", ["4", "8"]),
+    "a variable": ("TP=${TENSOR:-1}\nPP=$((NODES * 2))", ["TENSOR=8", "NODES=4"]),
+    "a variable that the script sets": ("NODES=2\nPP=$NODES", ["NODES=4"]),
+    "chosen by an argument": ('case "$1" in\n8b) TP=1;;\n70b) TP=4; PP=4;;\nesac', ["70b"]),
+    "their number": ("if [ $# -ge 2 ]; then TP=$2; fi", ["a", "16"]),
+    "passed on": ('ARGS+=("$@")', ["--x", "1"]),
+    "passed on without quotes": ("ARGS+=($*)", ["--x", "1"]),
+    "shifted": ("TP=$1; shift\nPP=$1\nshift 1\nARGS+=(${@})", ["2", "4", "--y"]),
+    "too few to shift": ("shift 3\nTP=$1", ["2"]),
+    "set by the script": ("set -- 8 4\nTP=$1\nPP=$2", []),
+    "options": (
+        "while [[ $# -gt 0 ]]; do\n  case $1 in\n    --tp) TP=$2; shift 2;;\n"
+        "    --pp=*) PP=9; shift;;\n    *) ARGS+=($1); shift;;\n  esac\ndone",
+        ["--more", "--tp", "4", "--pp=2"],
+    ),
+    "options on one line": (
+        'while [ -n "$1" ]; do case $1 in -t) TP=$2; shift;; -p) PP=3;; esac; shift; done',
+        ["-p", "-t", "8"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_what_a_script_is_started_with_counts_as_in_bash(name: str, tmp_path: Path) -> None:
+    lines, given = STARTED[name]
+    text = f"ARGS=(--bf16)\nTP=${{TP:-2}}\nPP=${{PP:-1}}\n{lines}\n{RUN}\n"
+    bash = "torchrun() { printf '%s\\n' torchrun \"$@\"; }\n" + text
+    arguments = [word for word in given if "=" not in word or word.startswith("-")]
+    env = dict(word.split("=") for word in given if word not in arguments)
+    ran = subprocess.run(
+        ["bash", "-c", bash, "launch.sh", *arguments],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=True,
+        cwd=tmp_path,
+    )
+    assert read_script(text, given).commands[-1] == ran.stdout.split()
+
+
+def test_arguments_are_for_scripts(tmp_path: Path) -> None:
+    (tmp_path / "launch.sh").write_text("pretrain_gpt.py --num-layers $1 --hidden-size ${H:-64}")
+    document = {"megatron_script": "launch.sh", "script_args": ["12", "H=128"]}
+    read = expand(document, mcore="0.16.1", where="job", base=tmp_path)
+    assert read["config"]["num_layers"] == 12
+    assert read["config"]["hidden_size"] == 128
+    assert "script_args" not in read
+    for wrong in (
+        {"megatron_args": "--num-layers 2", "script_args": ["12"]},
+        {"megatron_script": "launch.sh", "script_args": "12"},
+    ):
+        with pytest.raises(InputError, match="script_args"):
+            expand(wrong, mcore="0.16.1", where="job", base=tmp_path)
+    with pytest.raises(InputError, match="no launch script"):
+        read_configuration("config: {}", mcore="0.16.1", started_with=["12"])
 
 
 @pytest.mark.parametrize(

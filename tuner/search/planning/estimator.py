@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     Rows = NDArray[np.int64]
     Flags = NDArray[np.bool_]
 
-_GRAPHS = ("cuda_graph_impl", "cuda_graph_modules", "use_te_rng_tracker")
+_GRAPHS = (
+    *("cuda_graph_impl", "cuda_graph_modules", "use_te_rng_tracker"),
+    "check_for_nan_in_loss",
+)
 _OFFLOAD = ("cpu_offloading", "cpu_offloading_num_layers", "offload_modules")
 _FRACTION, _BESIDE = "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"
 OFFLOAD_FIELDS = (

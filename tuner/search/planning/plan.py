@@ -81,7 +81,7 @@ def without_effects(space: SearchSpace, checker: ValidityChecker) -> ValidCandid
     """The settings of the space, and the modules it may offload."""
     left_out = _with_conditions(space, _effects_of(space))
     kept = [a for a in space.axes if a.field not in left_out and not a.field.startswith("env.")]
-    fixed = {k: v for k, v in space.fixed.items() if k not in left_out and k != "env"}
+    fixed = {k: v for k, v in space.fixed.items() if k not in left_out}
     found = enumerate_space(SearchSpace(tuple(kept), fixed), checker)
     offered = {a.field: list(a.values) for a in space.axes if a.field == "offload_modules"}
     if "offload_modules" in space.fixed:
