@@ -282,9 +282,9 @@ def _write_best(answer: Mapping[str, Any], prepared: PreparedJob, where: str, pa
     from tuner.search.planning.confirm import document_of
     from tuner.search.planning.machine import workplace_of
 
-    best = Candidate.from_flat(answer["candidates"][0]["config"])
-    document = document_of(best, workplace_of(prepared, where=where))
-    write_text(path, yaml.safe_dump(document, sort_keys=False))
+    config = answer["candidates"][0]["config"]
+    document = document_of(Candidate.from_flat(config), workplace_of(prepared, where=where))
+    write_text(path, yaml.safe_dump({**document, "config": config}, sort_keys=False))
 
 
 def _compare(clusters: Sequence[dict[str, Any]]) -> None:

@@ -1,11 +1,12 @@
 """Which settings of a space are profiled, and how the profiles of all others follow from them.
 
 A profile is a dry run of some tenths of a second, and a space has thousands of settings. What a
-setting does to the units of a model is nearly separable: bytes and seconds grow linearly with the
-micro-batch, and what recomputing a module saves is the same share on every grid of ranks. So each
-grid (tensor, context, expert ranks) is profiled plain, of those that differ in expert ranks one
-with a micro-batch of two, and for each tensor-parallel size one grid with each way of recomputing.
-Settings that are themselves profiled are exact; what a plan shows at the top is profiled itself.
+setting does to the units of a model is nearly separable: bytes and the sizes of kernels grow evenly
+with the micro-batch, and what recomputing a module saves is the same share on every grid of ranks.
+So each grid (tensor, context, expert ranks) is profiled plain, of those that differ in expert ranks
+one with a micro-batch of two, and for each tensor-parallel size one grid with each way of
+recomputing. Settings that are themselves profiled are exact; what a plan shows at the top is
+profiled itself.
 """
 
 from __future__ import annotations

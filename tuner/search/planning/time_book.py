@@ -14,6 +14,7 @@ from tuner.memory.request import DryRunRequest
 from tuner.memory.trace import Trace
 from tuner.models import ModelSpec
 from tuner.search.planning.anchors import Recipe, added_share
+from tuner.timing.batches import with_batch
 from tuner.timing.passes import PARTS, Machine, host_wait, host_work
 from tuner.timing.profile_runs import keep_kernels
 from tuner.timing.step import TimeTable
@@ -71,6 +72,7 @@ class TimeBook:
         self._workers = workers or os.cpu_count() or 1
         self._table = TimeTable(model, machine)
         self._kernels: dict[Candidate, ModelKernels | InputError] = {}
+        self._larger: dict[Candidate, ModelKernels | None] = {}
         self._figures: dict[tuple[Candidate, Graph], UnitFigures] = {}
 
     def on(self, machine: Machine) -> TimeBook:
@@ -136,14 +138,31 @@ class TimeBook:
             if isinstance(own, InputError):
                 return own
             found[anchor] = own
-        return derived_figures(recipe, found)
+        return derived_figures(recipe, found, self._with_batch(recipe, graph))
+
+    def _with_batch(self, recipe: Recipe, graph: Graph) -> UnitFigures | None:
+        """Unit times without recomputation; None where those of the anchors have to do."""
+        if recipe.batch == 1:
+            return None
+        setting = replace(recipe.once, micro_batch_size=recipe.batch)
+        if setting not in self._larger:
+            once, single, twice = (
+                self._kernels[anchor] for anchor in (recipe.once, recipe.single, recipe.twice)
+            )
+            assert isinstance(once, ModelKernels)  # `figures` has looked at them
+            assert isinstance(single, ModelKernels)
+            assert isinstance(twice, ModelKernels)
+            self._larger[setting] = with_batch(once, single, twice, recipe.batch)
+        kernels = self._larger[setting]
+        return None if kernels is None else self._timed(setting, graph, kernels)
 
     def _own(self, setting: Candidate, graph: Graph) -> UnitFigures | InputError:
+        kernels = self._kernels[setting]
+        return kernels if isinstance(kernels, InputError) else self._timed(setting, graph, kernels)
+
+    def _timed(self, setting: Candidate, graph: Graph, kernels: ModelKernels) -> UnitFigures:
         key = (setting, graph)
         if key not in self._figures:
-            kernels = self._kernels[setting]
-            if isinstance(kernels, InputError):
-                return kernels
             graphed = replace(setting, cuda_graph_impl=graph[0], cuda_graph_modules=graph[1])
             row = self._table.row(kernels, graphed)
             self._figures[key] = UnitFigures(*self._row(row))
@@ -156,9 +175,13 @@ class TimeBook:
         return forward[0], backward[0], parameters[0], whole[0]
 
 
-def derived_figures(recipe: Recipe, found: dict[Candidate, UnitFigures]) -> UnitFigures:
-    """A larger micro-batch continues the line through one and two; recomputation adds its own
-    kernels, as many times longer as the setting's passes are.
+def derived_figures(
+    recipe: Recipe, found: dict[Candidate, UnitFigures], larger: UnitFigures | None = None
+) -> UnitFigures:
+    """Recomputation adds its own kernels, as many times longer as the setting's passes are.
+
+    `larger` are the figures of a larger micro-batch; without them they continue the line through
+    those of one and two.
 
     The host launches the same for every micro-batch, and for recomputation what that adds: only
     how long the device waits for it follows from both.
@@ -166,7 +189,9 @@ def derived_figures(recipe: Recipe, found: dict[Candidate, UnitFigures]) -> Unit
     once = found[recipe.once]
     forward, backward, whole = once.forward, once.backward, once.whole
     forward_host, backward_host = _host(forward), _host(backward)
-    if recipe.batch > 1:
+    if larger is not None:
+        forward, backward, whole = larger.forward, larger.backward, larger.whole
+    elif recipe.batch > 1:
         single, twice, more = found[recipe.single], found[recipe.twice], recipe.batch - 1
         forward = forward * (1.0 + more * added_share(single.forward, twice.forward))
         backward = backward * (1.0 + more * added_share(single.backward, twice.backward))
