@@ -14,7 +14,7 @@ import yaml
 
 NODES, GPUS_PER_NODE = 64, 8
 SIZES = [1, 2, 4, 8, 16, 32, 64, 128]
-SPEEDUP = 2.0
+SPEEDUP = 1.0
 _MIB = 2**20
 
 

@@ -5,6 +5,9 @@ is not promised, or where they end before it could start (backfilling with one r
 "The ANL/IBM SP scheduling system", 1995), the largest first: small ones would break up the room
 that only few fit. Once that moment has passed, nobody overtakes on promised nodes, so trials that
 run longer than expected cannot starve a large one.
+
+While the first could start together with a larger one, the larger one starts before it: an empty
+cluster is full after a few starts, and small trials are left to fill gaps.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ class WaitingLine:
         head = self._line[0]
         seats = ledger.find(head.placement, _avoided(head, ledger))
         if seats is not None:
-            return self._start(head), seats
+            return self._larger(head, ledger) or (self._start(head), seats)
         start_at, promised = _reservation(head, ledger, running)
         latest = min(start_at, self._promised_at.setdefault(head.number, start_at))
         for trial in sorted(self._line[1:], key=lambda one: -one.placement.world_size):
@@ -66,6 +69,20 @@ class WaitingLine:
             if seats is None and now + trial.expected_s <= latest:
                 seats = ledger.find(trial.placement, avoid)
             if seats is not None:
+                return self._start(trial), seats
+        return None
+
+    def _larger(self, head: Waiting, ledger: Ledger) -> tuple[Waiting, Seats] | None:
+        """The largest trial of those larger than the head that leaves it room to start, too."""
+        size = head.placement.world_size
+        larger = [trial for trial in self._line[1:] if trial.placement.world_size > size]
+        for trial in sorted(larger, key=lambda one: -one.placement.world_size):
+            seats = ledger.find(trial.placement, _avoided(trial, ledger))
+            if seats is None:
+                continue
+            left = ledger.copy()
+            left.take(seats)
+            if left.find(head.placement, _avoided(head, left)) is not None:
                 return self._start(trial), seats
         return None
 
