@@ -98,6 +98,18 @@ def test_the_largest_that_fits_beside_the_promised_nodes_overtakes_first():
     assert started.number == 2
 
 
+def test_a_larger_trial_starts_first_where_both_have_room():
+    ledger, line = Ledger(nodes(3)), WaitingLine()
+    for number, ranks in enumerate([(1,), (8, 8, 8), (8,), (8, 8), (4,)]):
+        line.add(Waiting(number, Placement(ranks, "cuda"), 10))
+    order = []
+    while (found := line.next(ledger, [], 0.0)) is not None:
+        ledger.take(found[1])
+        order.append(found[0].number)
+    # Three nodes would leave the first none; two leave it one, of which a larger one takes a part.
+    assert order == [3, 4, 0]
+
+
 def test_a_trial_avoids_a_node_only_while_others_can_hold_it():
     ledger = Ledger(nodes(2))
     line = WaitingLine()
