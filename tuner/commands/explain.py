@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.commands.check import DEFAULT_FRONTEND
+from tuner.commands.check import DEFAULT_FRONTEND, note_misspelt_keys
 from tuner.commands.output import console, print_json
 from tuner.configuration import (
     PRECISION_FIELDS,
@@ -36,6 +36,7 @@ def run_explain(
     document = read_document(
         config, mcore=mcore_version(), effective=True, started_with=started_with
     )
+    note_misspelt_keys(document, config)
     answer = explain_document(
         completed(document, run),
         where=str(config),

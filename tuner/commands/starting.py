@@ -140,12 +140,14 @@ def _model_job(file: Path, run: Run) -> Job:
 
 
 def _existing(file: Path, run: Run) -> Start:
+    from tuner.commands.check import note_misspelt_keys
     from tuner.estimation import EstimateRequest
     from tuner.formats.reader import read_document
 
     document = read_document(
         file, mcore=mcore_version(), effective=True, started_with=run.started_with
     )
+    note_misspelt_keys(document, file)
     given = {
         "gpu": run.gpu,
         "world_size": run.gpus,

@@ -7,6 +7,7 @@ Two readings of the same line: `given_fields` says what the user wrote, which th
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,35 @@ def _read(argument: Argument, flag: str, words: Sequence[str]) -> Any:
     if not words:
         raise InputError("needs a value", field=flag)
     return list(words) if argument.kind == "values" else words[0]
+
+
+_LIKE = 0.85
+_PROGRAM = re.compile(r".*\.py|pretrain_\w+")
+
+
+def passed_by(words: Sequence[str], options: Options) -> list[str]:
+    """What to say of options that Megatron-LM does not have: of each that looks like a slip, and of
+    all that stand behind a program, which are not the launcher's."""
+    known = by_flag(options.mcore)
+    program = next((at for at, word in enumerate(words) if _PROGRAM.fullmatch(word)), len(words))
+    own = set(words[program:])
+    slips, others = [], []
+    for word in dict.fromkeys(options.unknown):
+        flag = word.partition("=")[0]
+        like = difflib.get_close_matches(flag, known, n=1, cutoff=_LIKE)
+        if like and not _has_words_of(flag, like[0]):
+            slips.append(f"there is no option {flag}: did you mean {like[0]}?")
+        elif word in own:
+            others.append(flag)
+    if others:
+        slips.append(f"not Megatron-LM's and passed by: {', '.join(others)}")
+    return slips
+
+
+def _has_words_of(flag: str, other: str) -> bool:
+    """Whether one name is the other with further words, as those of other programs are."""
+    mine, theirs = (set(name.split("-")) for name in (flag, other))
+    return mine <= theirs or theirs <= mine
 
 
 def given_fields(options: Options) -> dict[str, Any]:

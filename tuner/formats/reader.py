@@ -21,6 +21,7 @@ from tuner.formats.megatron_reader import (
     architecture,
     effective_fields,
     given_fields,
+    passed_by,
     read_options,
 )
 
@@ -232,7 +233,7 @@ def _from_words(
     except InputError as error:
         raise error.at(where) from None
     if script.undecided:
-        document["notes"] = [
+        document["notes"] = document.get("notes", []) + [
             f"both ways are read, the last setting holds: {condition}"
             + (" (--script-arg gives what it is started with)" if "$" in condition else "")
             for condition in script.undecided
@@ -265,6 +266,8 @@ def _megatron_document(words: Sequence[str], mcore: str, effective: bool) -> dic
         if config.get(name) is not None:
             document[name] = config.pop(name)
     precision = config.get("params_dtype")
+    notes = passed_by(words, options)
+    document |= {"notes": notes} if notes else {}
     return {**document, "precision": precision, "config": config}
 
 

@@ -110,3 +110,22 @@ def test_weights_kept_in_few_bits_are_read_back(bits: str) -> None:
     assert read_back["config"][f"fp{bits}_param"] is True
     exported = export_document(read_back, "megatron-args", mcore="0.18.0")
     assert f"--fp{bits}-param-gather" in exported.arguments
+
+
+@pytest.mark.parametrize(
+    ("line", "notes"),
+    [
+        ("--num-layer 12 --tp-comm-overlap", ["did you mean --num-layers?"]),
+        ("pretrain_gpt.py --num-layers 2 --out-seq-length 8", ["passed by: --out-seq-length"]),
+        ("torchrun --nproc-per-node 8 --rdzv-id x pretrain_gpt.py --num-layers 2", []),
+        (
+            "python train.py --num-layers 2 --recompute-granularty full --my-own=3 --mine",
+            ["did you mean --recompute-granularity?", "passed by: --my-own, --mine"],
+        ),
+    ],
+)
+def test_options_that_megatron_lm_lacks_are_told(line, notes):
+    told = read_configuration(line, mcore="0.16.1").get("notes", [])
+    assert len(told) == len(notes)
+    for note, expected in zip(told, notes, strict=True):
+        assert note.endswith(expected)
