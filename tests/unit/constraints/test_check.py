@@ -198,3 +198,43 @@ def test_a_run_that_fails_after_upstreams_checks_is_valid_and_said_to_fail():
     padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
     again = check({**DENSE, **experts, **whole, **padded}, mcore="0.18.0")
     assert "G40" not in {violation.rule for violation in again.violations}
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, "O32"),
+        ({"recompute_granularity": "full", "recompute_method": "block"}, None),
+        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, None),
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "pipeline_model_parallel_size": 4,
+            },
+            "O32",
+        ),
+        (
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "pipeline_model_parallel_size": 1,
+            },
+            None,
+        ),
+        ({"cuda_graph_impl": "local", "pipeline_model_parallel_size": 1}, "O33"),
+        ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}, None),
+    ],
+)
+def test_fine_grained_offload_fails_where_layers_run_out_of_turn(settings, rule):
+    """As dry runs of Megatron-Core 0.16.1 do."""
+    full = settings.get("recompute_granularity") == "full"
+    config = {
+        **{"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 8, "seq_length": 2048},
+        **{"world_size": 8, "global_batch_size": 16, "micro_batch_size": 1},
+        **{"pipeline_model_parallel_size": 2, "fine_grained_activation_offloading": True},
+        **{"offload_modules": ["core_attn"], **settings},
+        **({"recompute_num_layers": 1} if full else {}),
+    }
+    found = {violation.rule for violation in check(config, mcore="0.16.1").failures}
+    assert found & {"O32", "O33"} == ({rule} if rule else set())
