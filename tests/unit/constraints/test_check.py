@@ -230,10 +230,17 @@ def test_fine_grained_offload_fails_where_layers_run_out_of_turn(settings, rule)
     """As dry runs of Megatron-Core 0.16.1 do."""
     full = settings.get("recompute_granularity") == "full"
     config = {
-        **{"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 8, "seq_length": 2048},
-        **{"world_size": 8, "global_batch_size": 16, "micro_batch_size": 1},
-        **{"pipeline_model_parallel_size": 2, "fine_grained_activation_offloading": True},
-        **{"offload_modules": ["core_attn"], **settings},
+        "num_layers": 8,
+        "hidden_size": 1024,
+        "num_attention_heads": 8,
+        "seq_length": 2048,
+        "world_size": 8,
+        "global_batch_size": 16,
+        "micro_batch_size": 1,
+        "pipeline_model_parallel_size": 2,
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["core_attn"],
+        **settings,
         **({"recompute_num_layers": 1} if full else {}),
     }
     found = {violation.rule for violation in check(config, mcore="0.16.1").failures}
