@@ -90,8 +90,8 @@ class Space(_Section):
     )
     axes: dict[str, Any] = Field(
         default_factory=dict,
-        description="Field to its values: a list, or {values|subsets, max_modules, when}; null "
-        "removes an included axis. Any Megatron field may stand here.",
+        description="Field to its values: a list, or {values|subsets, min_modules, max_modules, "
+        "when}; null removes an included axis. Any Megatron field may stand here.",
     )
     fixed: dict[str, Any] = Field(
         default_factory=dict, description="Field to the one value every candidate has."

@@ -7,7 +7,8 @@ A space is written in YAML (`search_spaces/*.yaml`):
     axes:
       tensor_model_parallel_size: [1, 2, 4]
       recompute_modules:
-        subsets: [core_attn, mlp]     # every subset, the empty one included
+        subsets: [core_attn, mlp]     # every subset, the empty one included unless
+        min_modules: 1                # there have to be as many
         when: {recompute_granularity: selective}
       env.PYTORCH_CUDA_ALLOC_CONF: [null, "expandable_segments:True"]
     fixed:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 Value = Any
 _SPACE_KEYS = ("description", "includes", "axes", "fixed")
-_AXIS_KEYS = ("values", "subsets", "when", "max_modules")
+_AXIS_KEYS = ("values", "subsets", "when", "min_modules", "max_modules")
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +274,11 @@ def _parse_axis(name: str, raw: object, where: str) -> Axis:
         raise InputError("give either `values` or `subsets`", where=where, field=place)
     if "subsets" in spec:
         modules = _strings(spec["subsets"], where, f"{place}.subsets")
-        values = _subsets(modules, spec.get("max_modules"), where, place)
+        least = _count(spec.get("min_modules"), 0, where, f"{place}.min_modules")
+        most = _count(spec.get("max_modules"), len(modules), where, f"{place}.max_modules")
+        values = _subsets(modules, least, most)
+        if not values:
+            raise InputError("no subset is left", where=where, field=place)
     else:
         raw_values = spec["values"]
         if not isinstance(raw_values, list) or not raw_values:
@@ -294,18 +299,19 @@ def _parse_axis(name: str, raw: object, where: str) -> Axis:
     return Axis(name, values, when)
 
 
-def _subsets(
-    modules: Sequence[str], max_modules: object, where: str, place: str
-) -> tuple[tuple[str, ...], ...]:
-    limit = len(modules) if max_modules is None else max_modules
-    if not isinstance(limit, int) or limit < 0:
-        raise InputError(
-            f"{max_modules!r} is not a count", where=where, field=f"{place}.max_modules"
-        )
+def _count(value: object, default: int, where: str, place: str) -> int:
+    if value is None:
+        return default
+    if not isinstance(value, int) or value < 0:
+        raise InputError(f"{value!r} is not a count", where=where, field=place)
+    return value
+
+
+def _subsets(modules: Sequence[str], least: int, most: int) -> tuple[tuple[str, ...], ...]:
     names = sorted(set(modules))
     return tuple(
         subset
-        for size in range(min(limit, len(names)) + 1)
+        for size in range(least, min(most, len(names)) + 1)
         for subset in itertools.combinations(names, size)
     )
 
