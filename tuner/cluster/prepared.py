@@ -15,11 +15,11 @@ from tuner.errors import EnvironmentLacksError, InputError
 from tuner.job import Job
 from tuner.measurement import TrialSpec
 from tuner.models import ModelSpec
-from tuner.search.companions import for_frontend
 from tuner.search.layouts import with_layouts
 from tuner.search.records import Rejection
 from tuner.search.requirements import Requirements
 from tuner.search.space import SearchSpace
+from tuner.search.tailoring import for_frontend, for_model
 from tuner.search.validity import ValidityChecker, why_nothing_is_valid
 
 _GIB = 2**30
@@ -158,6 +158,7 @@ def prepare(job: Job, *, where: str, base_folder: Path, frontend: str | None = N
         frontend=frontend,
     )
     job = _with_plain_start(job, space, mcore, where, base_folder)
+    space = for_model(space, model, job.search.start)
     prepared = PreparedJob(job, model, space, checker)
     reason = why_nothing_is_valid(space, checker)
     if reason is not None:

@@ -17,6 +17,7 @@ import numpy as np
 from tuner.errors import InputError
 from tuner.measurement import RESULT_FILE, SPEC_FILE, Outcome, TrialResult, TrialSpec
 from tuner.precision import arithmetic
+from tuner.timing.software import age_years
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,11 +33,15 @@ CPU = "cpu"
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A step that was timed. `document` is what `tuner estimate` takes; `gpu` may be "cpu"."""
+    """A step that was timed. `document` is what `tuner estimate` takes; `gpu` may be "cpu".
+
+    `age_years` is how much older its software is than the newest (`tuner.timing.software`).
+    """
 
     id: str
     document: Mapping[str, Any]
     step_time_s: float
+    age_years: float = 0.0
 
     @classmethod
     def of_trial(
@@ -153,7 +158,8 @@ def observation_of(row: Mapping[str, Any]) -> Observation:
     seconds = step_time_of(row) or _time_of_rate(row, document)
     if seconds is None:
         raise InputError("no step time, token rate or FLOP rate is published")
-    return Observation(row["id"], document, seconds)
+    age = age_years(str(row.get("source_version")))
+    return Observation(row["id"], document, seconds, age)
 
 
 def _time_of_rate(row: Mapping[str, Any], document: Mapping[str, Any]) -> float | None:
@@ -203,11 +209,14 @@ def predictor(observations: Sequence[Observation], calibration: Calibration) -> 
     for index, case in enumerate(cases):
         groups.setdefault(case.shared, []).append(index)
 
+    ages = np.array([one.age_years for one in observations])
+
     def predict(rates: Rates) -> NDArray[np.float64]:
         seconds = np.zeros(len(cases))
         for indices in groups.values():
             seconds[indices] = _step_seconds([cases[i] for i in indices], rates)
-        return seconds[place]
+        older: NDArray[np.float64] = rates.older_software**ages
+        return seconds[place] * older
 
     return predict
 

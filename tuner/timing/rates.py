@@ -1,6 +1,7 @@
 """What a machine sustains: few physical parameters, as data with their spread.
 
-Peaks are those of `tuner.hardware`; these are the shares of them that training kernels reach, and
+Rates are those with the newest software (`tuner.timing.software`). Peaks are those of
+`tuner.hardware`; these are the shares of them that training kernels reach, and
 the fixed times around kernels, collectives and steps.
 """
 
@@ -63,6 +64,7 @@ class Rates:
     step_s: float = _rate("fixed time of a step outside the schedule", 0.5)
     imbalance: float = _rate("time of the slowest rank of a step against the mean", 0.005)
     routing: float = _rate("work of the busiest expert rank against the mean, routed by data", 0.08)
+    older_software: float = _rate("time of a step against that by software a year newer", 0.1)
 
     def with_values(self, values: Mapping[str, float]) -> Rates:
         """These rates with some of them replaced."""

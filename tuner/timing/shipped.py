@@ -33,7 +33,10 @@ _BETWEEN_GPUS = 0.5
 """How far GPUs of one architecture lie apart, in units of a rate's own spread."""
 
 _BETWEEN_PRECISIONS = 0.5
-_OF_A_PRECISION = ("gemm", "half_gemm", "grouped_gemm", "quantize", "memory", "host_kernel_s")
+_OF_A_PRECISION = (
+    *("gemm", "half_gemm", "grouped_gemm", "quantize", "memory", "host_kernel_s"),
+    "older_software",
+)
 """Rates that differ between precisions on one GPU."""
 
 _RESIDUAL = 0.07
