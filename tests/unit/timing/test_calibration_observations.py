@@ -17,6 +17,8 @@ from tuner.study_dir import create_study_directory
 from tuner.timing.calibration import Calibration, starting_rates
 from tuner.timing.observations import Observation, predictor, read_observations, step_time_of
 from tuner.timing.refine import refined
+from tuner.timing.shipped import shipped_calibration
+from tuner.timing.software import age_years
 
 
 def _spec(**config) -> TrialSpec:
@@ -86,3 +88,35 @@ def test_a_finished_trial_moves_the_next_prediction_towards_it():
     assert before * 1.2 < now < trial.step_time_s * 1.05
     assert after.measurements == 1
     assert refined(prior, [unsupported]) is prior
+
+
+@pytest.mark.parametrize(
+    ("version", "age"),
+    [
+        ("commit 067f987df; container 26.08; release v0.6.0", 0.0),
+        ("container 26.02.01; release v0.3.1", 5 / 12),
+        ("commit 2b8806b94; container 25.11; release v0.2.0", 9 / 12),
+        ("repo HEAD 067f987df", 0.0),
+        ("None", 0.0),
+    ],
+)
+def test_the_age_of_software_is_that_of_its_container(version, age):
+    assert age_years(version) == pytest.approx(age)
+
+
+def test_older_software_takes_as_much_longer_as_the_rates_say():
+    document = {
+        "model": get_model("llama3-8b").to_flat(),
+        "config": {"micro_batch_size": 1},
+        "world_size": 8,
+        "seq_length": 4096,
+        "global_batch_size": 8,
+        "gpu": "h100",
+    }
+    known = shipped_calibration("h100")
+    rates = known.rates.with_values({"older_software": 1.2})
+    ages = (0.0, 0.5, 1.0)
+    steps = [Observation(str(age), document, 1.0, age) for age in ages]
+    new, half, old = predictor(steps, known)(rates)
+    assert half / new == pytest.approx(1.2**0.5)
+    assert old / new == pytest.approx(1.2)
