@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.commands.output import console, print_json
+from tuner.commands.output import coloured, console, print_json
 from tuner.configuration import full_configuration, mcore_version, misspelt_keys
 from tuner.errors import InputError, nearest_name
 from tuner.files import read_text
@@ -132,9 +132,11 @@ def _print_verdict(
 
     out = console()
     target = f"Megatron-Core {mcore}" + ("" if frontend == "mcore" else f", {frontend}")
-    verdict = "[green]valid[/green]" if result.valid else "[red]invalid[/red]"
-    doomed = result.valid and bool(result.failures)
-    out.print(f"{name}: {verdict} for {target}" + (", but [red]the run fails[/red]" * doomed))
+    verdict = ("valid", "green") if result.valid else ("invalid", "red")
+    line = coloured(f"{name}: ", verdict, f" for {target}")
+    if result.valid and result.failures:
+        line.append(", but ").append("the run fails", style="red")
+    out.print(line)
     if result.violations:
         table = Table("kind", "rule", "what", "fix", box=None, pad_edge=False)
         order = list(_STYLES)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.commands.output import console, print_json
+from tuner.commands.output import coloured, console, print_json
 from tuner.configuration import mcore_version
 from tuner.errors import InputError
 
@@ -55,8 +55,6 @@ def _text(path: Path) -> str:
 
 
 def _print(answer: Diagnosis, name: str) -> None:
-    from rich.markup import escape
-
     out = console()
     document: dict[str, Any] = answer.to_json()
     done = document["progress"]
@@ -65,21 +63,21 @@ def _print(answer: Diagnosis, name: str) -> None:
     else:
         out.print(f"{name}: {answer.outcome}")
     sure = f" (confidence {document['confidence']:.0%})" if answer.cause is not None else ""
-    out.print(f"[bold]{escape(document['title'])}[/bold]{sure}")
+    out.print(coloured((document["title"], "bold"), sure))
     out.print(f"  {document['cause']}" + (f", rule {document['rule']}" if document["rule"] else ""))
-    out.print(f"  {escape(document['explanation'])}")
+    out.print(f"  {document['explanation']}")
     for line in document["evidence"]:
         rank = "" if line["rank"] is None else f" rank {line['rank']}"
-        out.print(f"  line {line['line']}{rank}: {escape(line['text'])}")
+        out.print(f"  line {line['line']}{rank}: {line['text']}")
     for title, lines in (("fix", _fix_lines(document["fix"])),):
         for text in lines:
-            out.print(f"  {title}: {escape(text)}")
+            out.print(f"  {title}: {text}")
     if document["likely_lines"]:
         out.print("likely lines:")
         for line in document["likely_lines"]:
-            out.print(f"  {line['line']}: {escape(line['text'])}")
+            out.print(f"  {line['line']}: {line['text']}")
     for other in document["also"]:
-        out.print(f"also: {other['cause']}: {escape(other['title'])}")
+        out.print(f"also: {other['cause']}: {other['title']}")
 
 
 def _fix_lines(fix: dict[str, Any]) -> list[str]:

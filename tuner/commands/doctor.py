@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from tuner.commands.output import console, print_json
+from tuner.commands.output import coloured, console, print_json
 
 Status = Literal["ok", "missing", "optional", "problem"]
 _COMMAND_TIMEOUT_S = 10.0
@@ -278,25 +278,22 @@ def _output(*command: str, timeout_s: float = _COMMAND_TIMEOUT_S) -> str | None:
 
 
 _MARKS = {
-    "ok": "[green]ok[/green]",
-    "missing": "[red]missing[/red]",
-    "problem": "[red]problem[/red]",
-    "optional": "[yellow]not here[/yellow]",
+    "ok": ("ok", "green"),
+    "missing": ("missing", "red"),
+    "problem": ("problem", "red"),
+    "optional": ("not here", "yellow"),
 }
 
 
 def _print(checks: list[Check], ready: bool) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
     out = console()
     table = Table("", "what", "found", "needed for", box=None, pad_edge=False)
     for check in checks:
-        table.add_row(
-            _MARKS[check.status], check.name, escape(check.found), escape(check.needed_for)
-        )
+        table.add_row(coloured(_MARKS[check.status]), check.name, check.found, check.needed_for)
     out.print(table)
     for check in checks:
         if check.command:
-            out.print(f"{check.name}: {escape(check.command)}")
+            out.print(f"{check.name}: {check.command}")
     out.print("ready" if ready else "not ready: see what is missing above")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.commands.check import DEFAULT_FRONTEND, note_misspelt_keys, numbered_lines
-from tuner.commands.output import console, print_json
+from tuner.commands.output import coloured, console, print_json
 from tuner.commands.starting import with_vocabulary
 from tuner.configuration import completed, full_configuration, mcore_version, with_model
 from tuner.errors import InputError
@@ -197,18 +197,18 @@ def _estimate_lines(path: Path, method: str, run: Mapping[str, Any]) -> int:
 
 
 def _print_estimate(answer: Mapping[str, Any], name: str) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
     out = console()
-    verdict = "[green]fits[/green]" if answer["fits"] else "[red]does not fit[/red]"
-    out.print(
-        f"{name}: {verdict}; peak {answer['peak_allocated_bytes'] / _GIB:.2f} GiB allocated, "
+    verdict = ("fits", "green") if answer["fits"] else ("does not fit", "red")
+    peaks = (
+        f"; peak {answer['peak_allocated_bytes'] / _GIB:.2f} GiB allocated, "
         f"{answer['peak_reserved_bytes'] / _GIB:.2f} GiB reserved"
     )
+    out.print(coloured(f"{name}: ", verdict, peaks))
     for rule in answer["broken_rules"]:
         said = "fails" if rule["fails"] else "invalid"
-        out.print(f"[red]{said}[/red]: {escape(rule['rule'] + ': ' + rule['message'])}")
+        out.print(coloured((said, "red"), f": {rule['rule']}: {rule['message']}"))
     if answer.get("step_time_s") is not None:
         out.print(_time_line(answer))
     table = Table(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.commands.check import DEFAULT_FRONTEND, note_misspelt_keys
-from tuner.commands.output import console, print_json
+from tuner.commands.output import coloured, console, print_json
 from tuner.configuration import (
     PRECISION_FIELDS,
     completed,
@@ -193,16 +193,17 @@ def _better(better: Better, own: Figures) -> dict[str, Any]:
 
 def _print(answer: Mapping[str, Any], name: str) -> None:
     out = console()
-    verdict = "[green]fits[/green]" if answer["fits"] else "[red]does not fit[/red]"
-    out.print(
-        f"{name}: {verdict}; {answer['peak_allocated_bytes'] / _GIB:.1f} of "
+    verdict = ("fits", "green") if answer["fits"] else ("does not fit", "red")
+    figures = (
+        f"; {answer['peak_allocated_bytes'] / _GIB:.1f} of "
         f"{answer['limit_bytes'] / _GIB:.1f} GiB on the fullest rank, "
         f"step {answer['step_time_s']:.3g} s"
     )
+    out.print(coloured(f"{name}: ", verdict, figures))
     for field, value in answer["assumed"].items():
         out.print(f"assumed: {field} {value:,}, which the configuration does not say")
     for violation in answer["violations"]:
-        out.print(f"[red]invalid[/red] ({violation['rule']}): {violation['message']}")
+        out.print(coloured(("invalid", "red"), f" ({violation['rule']}): {violation['message']}"))
     held = sorted(answer["memory"].items(), key=lambda item: -item[1])
     names = {"optimizer": "optimizer state"}
     stages = sorted(answer["stages"], key=lambda one: one["peak_allocated_bytes"])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 _QUIET = "TUNER_QUIET"
 
@@ -34,15 +35,30 @@ def print_json(document: object) -> None:
 def console(*, stderr: bool = False) -> Console:
     """A rich console that keeps long lines whole where the output is not a terminal.
 
-    That of stderr says nothing after `--quiet`.
+    Text is printed as it stands, square brackets and all: colours come from `coloured`. That of
+    stderr says nothing after `--quiet`.
     """
     from rich.console import Console
 
     quiet = stderr and os.environ.get(_QUIET) == "1"
-    made = Console(stderr=stderr, highlight=False, quiet=quiet)
+    made = Console(stderr=stderr, highlight=False, markup=False, quiet=quiet)
     if not made.is_terminal:
-        made = Console(stderr=stderr, highlight=False, quiet=quiet, width=200, soft_wrap=True)
+        made = Console(
+            stderr=stderr,
+            highlight=False,
+            markup=False,
+            quiet=quiet,
+            width=200,
+            soft_wrap=True,
+        )
     return made
+
+
+def coloured(*parts: str | tuple[str, str]) -> Text:
+    """A line of parts, each a text or a text with its style."""
+    from rich.text import Text
+
+    return Text.assemble(*parts)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.commands.output import console, print_json, working
+from tuner.commands.output import coloured, console, print_json, working
 from tuner.configuration import mcore_version
 from tuner.errors import InputError
 
@@ -376,7 +376,9 @@ def _print_plan(answer: Mapping[str, Any], name: str) -> None:
         out.print("no candidate fits")
         return
     if not answer["confirmed_by_dry_run"]:
-        out.print("[yellow]no candidate below is confirmed by a dry run[/yellow] (--confirm)")
+        out.print(
+            coloured(("no candidate below is confirmed by a dry run", "yellow"), " (--confirm)")
+        )
     out.print(_table(answer["candidates"], answer, "best candidates"))
     front = _thinned(answer["pareto"])
     title = "Pareto front, leanest first"

@@ -278,12 +278,13 @@ def _settings_words(script: shell.Script) -> list[str]:
         return sum(word.startswith("--") or is_override(word) for word in words)
 
     candidates = [words for words in script.commands if weight(words)]
+    variables = [words for name, words in script.variables.items() if name.isidentifier()]
     if candidates:
         best = max(candidates, key=weight)
-        inside = sum(weight(words) for words in script.variables.values())
+        inside = sum(weight(words) for words in variables)
         if weight(best) >= inside or len(candidates) > 1:
             return list(best)
-    arrays = [word for words in script.variables.values() for word in words]
+    arrays = [word for words in variables for word in words]
     return [word for words in candidates for word in words] + arrays
 
 

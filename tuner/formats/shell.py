@@ -111,13 +111,14 @@ def _read_lines(text: str, script: Script) -> list[str]:
     at = 0
     while at < len(lines):
         end = _end_of_argument_loop(lines, at) if "@" in script.variables else None
-        shrinking = True
-        while shrinking:  # once, but for loops that take arguments
-            before = script.variables.get("@")
-            for line in lines[at : (at if end is None else end) + 1]:
+        following = (at if end is None else end) + 1
+        again = True
+        while again:  # only loops that leave fewer arguments
+            before = len(script.variables.get("@", ()))
+            for line in lines[at:following]:
                 _read_line(line, script, flow)
-            shrinking = end is not None and script.variables.get("@") != before
-        at = (at if end is None else end) + 1
+            again = end is not None and len(script.variables["@"]) < before
+        at = following
     return flow.undecided
 
 

@@ -40,8 +40,9 @@ def sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:
 def print_short(report: Report, out: Console) -> None:
     """Verdict, gains, the course of the study, the front and the largest effects."""
     from rich.table import Table
+    from rich.text import Text
 
-    out.print(f"[bold]{report.title}[/bold]: {report.verdict}")
+    out.print(Text.assemble((report.title, "bold"), f": {report.verdict}"))
     for name, text in report.comparisons:
         out.print(f"  {name}: {text}")
     ordered = sorted(report.rows, key=lambda row: row.number)

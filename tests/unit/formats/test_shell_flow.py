@@ -108,6 +108,18 @@ def test_what_a_script_is_started_with_counts_as_in_bash(name: str, tmp_path: Pa
     assert read_script(text, given).commands[-1] == ran.stdout.split()
 
 
+def test_a_loop_that_adds_arguments_is_read_once() -> None:
+    text = 'while [ $# -gt 0 ]; do set -- more "$@"; done\ntorchrun x.py "$@"'
+    assert read_script(text, ["--tp"]).commands[-1] == ["torchrun", "x.py", "more", "--tp"]
+
+
+def test_options_among_the_arguments_stand_once() -> None:
+    text = 'torchrun pretrain_gpt.py --num-layers 2 "$@"'
+    read = read_configuration(text, mcore="0.16.1", started_with=["--bf16", "--micro-batch-size=2"])
+    assert read["config"]["micro_batch_size"] == 2
+    assert read["config"]["bf16"] is True
+
+
 def test_arguments_are_for_scripts(tmp_path: Path) -> None:
     (tmp_path / "launch.sh").write_text("pretrain_gpt.py --num-layers $1 --hidden-size ${H:-64}")
     document = {"megatron_script": "launch.sh", "script_args": ["12", "H=128"]}
