@@ -127,6 +127,10 @@ def expand(
         raise InputError("belongs to a megatron_script", where=where, field="script_args")
     if not isinstance(started_with, list):
         raise InputError("is not a list", where=where, field="script_args")
+    if not all(
+        isinstance(word, (str, int)) and not isinstance(word, bool) for word in started_with
+    ):
+        raise InputError("holds what is no word", where=where, field="script_args")
     words = [str(word) for word in started_with]
     read = _read_source(
         source, document[source], mcore, f"{where}: {source}", base, effective, words

@@ -26,6 +26,16 @@ _OPERATORS = frozenset((";", ";;", ";&", ";;&", "&&", "||", "|", "&"))
 _SETTERS = frozenset(("export", "declare", "local", "readonly", "typeset", "let"))
 _MAX_DEPTH = 20
 _MAX_CHARACTERS = 1_000_000  # of a variable
+_MAX_CALLS = 200  # of functions
+_MAX_ARGUMENTS = 10_000
+_FUNCTION = re.compile(
+    r"\s*(?:function\s+([\w-]+)\s*(?:\(\s*\))?|([A-Za-z_][\w-]*)\s*\(\s*\))\s*(\{(?:\s.*)?)?",
+    re.DOTALL,
+)
+_REST_OF_ARGUMENTS = re.compile(r"\$\{[@*]:(\d{1,4})(?::(\d{1,4}))?\}")
+_BRACED = re.compile(r"\$\{[^{}\"']*\}")
+_SPACE = "\x1f"
+"""Stands for a space inside `${...}`, which does not end a word."""
 
 
 def exports(env: Mapping[str, str]) -> list[str]:
@@ -57,22 +67,32 @@ class Script:
     env: dict[str, str] = field(default_factory=dict)
     variables: dict[str, list[str]] = field(default_factory=dict)
     undecided: list[str] = field(default_factory=list)
+    _functions: dict[str, list[str]] = field(default_factory=dict)
+    _called: list[str] = field(default_factory=list)
+    _depth: int = 0
 
 
 def read_script(text: str, given: Sequence[str] = ()) -> Script:
     """The commands of a script with its variables put in, as far as they run (`shell_flow`).
 
     `given` is what it is started with: arguments in order, and `NAME=VALUE` for variables of its
-    environment. Bodies of loops and functions are read once. Raises ValueError where the quoting
-    never ends.
+    environment. Bodies of loops are read once, those of functions where they are called, or else
+    at the end. Raises ValueError where the quoting never ends.
     """
     script = Script()
     _start(script, given)
     text, documents = _without_heredocs(text)
-    script.undecided = list(dict.fromkeys(_read_lines(text, script)))
+    _read_lines(text, script)
+    for name, body in script._functions.items():
+        if name not in script._called:
+            _set_arguments(script, None)
+            _read_body(body, script)
+    script.undecided = list(dict.fromkeys(script.undecided))
     for document in documents:
         if _STARTS_A_RUN.search(document):  # a job script that this one writes
+            decided = list(script.undecided)
             _read_lines(document, script)
+            script.undecided = decided
     return script
 
 
@@ -88,7 +108,14 @@ def _start(script: Script, given: Sequence[str]) -> None:
         _set_arguments(script, arguments)
 
 
-def _set_arguments(script: Script, arguments: Sequence[str]) -> None:
+def _set_arguments(script: Script, arguments: Sequence[str] | None) -> None:
+    """Make these the positional parameters; None makes them unknown."""
+    if arguments is None:
+        for name in [name for name in script.variables if not name.isidentifier()]:
+            del script.variables[name]
+        return
+    if len(arguments) > _MAX_ARGUMENTS:
+        raise ValueError("the arguments grow beyond measure")
     for number in range(1, 10):
         script.variables[str(number)] = list(arguments[number - 1 : number])
     for name in ("@", "*"):
@@ -104,10 +131,57 @@ def _shift(script: Script, words: Sequence[str]) -> None:
         _set_arguments(script, known[int(count) :])
 
 
-def _read_lines(text: str, script: Script) -> list[str]:
-    """Read a text into the script; the conditions that it leaves undecided."""
+def _read_lines(text: str, script: Script) -> None:
+    """Read a text into the script: its functions, then its commands."""
+    _read_body(_without_functions(_logical_lines(text), script), script)
+
+
+def _without_functions(lines: Sequence[str], script: Script) -> list[str]:
+    """The lines that are not in the body of a function; bodies are kept by name."""
+    kept: list[str] = []
+    at = 0
+    while at < len(lines):
+        found = _FUNCTION.fullmatch(lines[at])
+        opened = found is not None and (
+            found[3] is not None or (at + 1 < len(lines) and lines[at + 1].strip() == "{")
+        )
+        if found is None or not opened:
+            kept.append(lines[at])
+            at += 1
+            continue
+        if found[3] is None:
+            at += 1
+        body, depth = [lines[at][found.start(3) if found[3] is not None else 0 :]], 0
+        while True:
+            words = _split(body[-1])
+            depth += words.count("{") - words.count("}")
+            at += 1
+            if depth <= 0 or at == len(lines):
+                break
+            body.append(lines[at])
+        body[0] = body[0].replace("{", " ", 1)
+        end = body[-1].rfind("}") if depth <= 0 else len(body[-1])
+        body[-1] = body[-1][:end]
+        script._functions[found[1] or found[2]] = body
+    return kept
+
+
+def _call(words: Sequence[str], script: Script) -> None:
+    """Read the body of a function with its own arguments."""
+    name, *arguments = words
+    script._called.append(name)
+    if len(script._called) > _MAX_CALLS or script._depth >= _MAX_DEPTH:
+        return
+    outer = script.variables.get("@")
+    _set_arguments(script, arguments)
+    script._depth += 1
+    _read_body(script._functions[name], script)
+    script._depth -= 1
+    _set_arguments(script, outer)
+
+
+def _read_body(lines: Sequence[str], script: Script) -> None:
     flow = Flow()
-    lines = _logical_lines(text)
     at = 0
     while at < len(lines):
         end = _end_of_argument_loop(lines, at) if "@" in script.variables else None
@@ -119,7 +193,7 @@ def _read_lines(text: str, script: Script) -> list[str]:
                 _read_line(line, script, flow)
             again = end is not None and len(script.variables["@"]) < before
         at = following
-    return flow.undecided
+    script.undecided += flow.undecided
 
 
 def _end_of_argument_loop(lines: Sequence[str], at: int) -> int | None:
@@ -199,19 +273,38 @@ def _array_start(word: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    return list(_lexer(text))
+    return [word.replace(_SPACE, " ") for word in _lexer(text)]
 
 
 def _lexer(text: str) -> shlex.shlex:
-    text = _ARITHMETIC.sub(lambda found: re.sub(r"\s+", "", found[0]), text)
+    text = _ARITHMETIC.sub(lambda found: re.sub(r"\s+", "", found[0]), _without_comments(text))
+    text = _BRACED.sub(lambda found: found[0].replace(" ", _SPACE), text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";")
     lexer.whitespace_split = True
-    lexer.commenters = "#" if _has_comment(text) else ""
+    lexer.commenters = ""
     return lexer
 
 
-def _has_comment(text: str) -> bool:
-    return re.search(r"(^|\s)#", text) is not None
+def _without_comments(text: str) -> str:
+    """The text without what stands from a `#` at the start of a word to the end of its line."""
+    if "#" not in text:
+        return text
+    kept: list[str] = []
+    quote, before, comment, escaped = "", "\n", False, False
+    for character in text:
+        if comment:
+            comment = character != "\n"
+        elif not quote and character == "#" and not escaped and before in " \t\n;|&(":
+            comment = True
+        elif quote:
+            quote = "" if character == quote and not escaped else quote
+        elif character in "'\"" and not escaped:
+            quote = character
+        escaped = character == "\\" and not escaped and quote != "'"
+        before = character
+        if not comment:
+            kept.append(character)
+    return "".join(kept)
 
 
 def _read_line(line: str, script: Script, flow: Flow) -> None:
@@ -275,6 +368,8 @@ def _read_command(words: Sequence[str], script: Script) -> None:
             _shift(script, words[1:])
         elif words[:2] == ["set", "--"]:
             _set_arguments(script, words[2:])
+        elif words and words[0] in script._functions:
+            _call(words, script)
         else:
             script.commands.append(words)
 
@@ -294,12 +389,18 @@ def _read_array(words: Sequence[str], script: Script) -> None:
 def _expand_word(word: str, script: Script, depth: int = 0) -> list[str]:
     """A word with variables put in; one that is a variable alone may become several words."""
     word = _ARITHMETIC.sub(lambda found: _computed(found, script), word)
+    rest = _REST_OF_ARGUMENTS.fullmatch(word)
+    if rest is not None and "@" in script.variables:
+        first = max(0, int(rest[1]) - 1)
+        last = None if rest[2] is None else first + int(rest[2])
+        return script.variables["@"][first:last]
     whole = _REFERENCE.fullmatch(word)
     if whole is not None and depth < _MAX_DEPTH:
         name, sign, other = whole[1] or whole[2], whole[3] or "", whole[4]
         known = script.variables.get(name)
         if sign.endswith("+"):
-            return _expand_word(other, script, depth + 1) if other and any(known or ()) else []
+            parts = other.split() if other and any(known or ()) else []
+            return [word for part in parts for word in _expand_word(part, script, depth + 1)]
         if known is not None and (any(known) or not other):
             return [part for part in known if part]
         return _expand_word(other, script, depth + 1) if other else [word]

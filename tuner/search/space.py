@@ -280,6 +280,9 @@ def _parse_axis(name: str, raw: object, where: str) -> Axis:
         if not values:
             raise InputError("no subset is left", where=where, field=place)
     else:
+        given = next((name for name in ("min_modules", "max_modules") if name in spec), None)
+        if given is not None:
+            raise InputError("belongs to `subsets`", where=where, field=f"{place}.{given}")
         raw_values = spec["values"]
         if not isinstance(raw_values, list) or not raw_values:
             raise InputError(
@@ -302,7 +305,7 @@ def _parse_axis(name: str, raw: object, where: str) -> Axis:
 def _count(value: object, default: int, where: str, place: str) -> int:
     if value is None:
         return default
-    if not isinstance(value, int) or value < 0:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise InputError(f"{value!r} is not a count", where=where, field=place)
     return value
 

@@ -77,6 +77,25 @@ STARTED = {
     "passed on without quotes": ("ARGS+=($*)", ["--x", "1"]),
     "shifted": ("TP=$1; shift\nPP=$1\nshift 1\nARGS+=(${@})", ["2", "4", "--y"]),
     "too few to shift": ("shift 3\nTP=$1", ["2"]),
+    "the rest": ('ARGS+=("${@:2}")\nTP=$1', ["4", "--x", "1"]),
+    "some of the rest": ("ARGS+=(${@:2:2})", ["4", "--x", "1", "--y"]),
+    "a comment beside their number": (
+        "if [ $# -lt 1 ]; then TP=1; else TP=$1; fi # use $1 if it's there",
+        ["3"],
+    ),
+    "an option with its value": (
+        "ARGS+=(${FP8:+--fp8-format hybrid} ${NO:+--not this})",
+        ["FP8=1"],
+    ),
+    "a function": ("run() {\n  TP=$1\n  shift\n  PP=$1\n}\nrun 4 8\nARGS+=($1)", ["2"]),
+    "a function on one line": ("set_tp() { local n=$1; TP=$n; }\nset_tp 16", ["2"]),
+    "a function with the keyword": ("function go\n{\nfor x in 1; do TP=$2; done\n}\ngo 1 4", ["2"]),
+    "a function that takes all": (
+        "parse() {\n  while [ $# -gt 0 ]; do\n    case $1 in\n      --tp) TP=$2; shift 2;;\n"
+        '      *) shift;;\n    esac\n  done\n}\nparse "$@"',
+        ["--a", "--tp", "8"],
+    ),
+    "functions that call": ("a() { TP=$1; }\nb() {\n a 4\n PP=$1\n}\nb 2", ["1"]),
     "set by the script": ("set -- 8 4\nTP=$1\nPP=$2", []),
     "options": (
         "while [[ $# -gt 0 ]]; do\n  case $1 in\n    --tp) TP=$2; shift 2;;\n"
@@ -108,6 +127,16 @@ def test_what_a_script_is_started_with_counts_as_in_bash(name: str, tmp_path: Pa
     assert read_script(text, given).commands[-1] == ran.stdout.split()
 
 
+def test_functions_that_call_themselves_end() -> None:
+    text = "a() {\n a $1\n b\n}\nb() {\n a 1\n b\n}\na 2\ntorchrun x.py --tp 1"
+    assert read_script(text, ["3"]).commands[-1] == ["torchrun", "x.py", "--tp", "1"]
+
+
+def test_functions_that_nobody_calls_are_read_at_the_end() -> None:
+    script = read_script("run() {\n torchrun x.py --tp $1\n}\ntrap run EXIT", ["3"])
+    assert script.commands[-1] == ["torchrun", "x.py", "--tp", "$1"]
+
+
 def test_a_loop_that_adds_arguments_is_read_once() -> None:
     text = 'while [ $# -gt 0 ]; do set -- more "$@"; done\ntorchrun x.py "$@"'
     assert read_script(text, ["--tp"]).commands[-1] == ["torchrun", "x.py", "more", "--tp"]
@@ -130,6 +159,8 @@ def test_arguments_are_for_scripts(tmp_path: Path) -> None:
     for wrong in (
         {"megatron_args": "--num-layers 2", "script_args": ["12"]},
         {"megatron_script": "launch.sh", "script_args": "12"},
+        {"megatron_script": "launch.sh", "script_args": [12, {"H": 1}]},
+        {"megatron_script": "launch.sh", "script_args": [True]},
     ):
         with pytest.raises(InputError, match="script_args"):
             expand(wrong, mcore="0.16.1", where="job", base=tmp_path)

@@ -157,6 +157,8 @@ def test_a_space_file_includes_its_neighbours(tmp_path: Path):
         ({"axes": {"a": {"subsets": ["x"], "max_modules": -1}}}, ["max_modules"]),
         ({"axes": {"a": {"subsets": ["x"], "min_modules": "1"}}}, ["min_modules"]),
         ({"axes": {"a": {"subsets": ["x"], "min_modules": 2}}}, ["axes.a", "no subset"]),
+        ({"axes": {"a": {"subsets": ["x"], "min_modules": True}}}, ["min_modules"]),
+        ({"axes": {"a": {"values": [1], "min_modules": 1}}}, ["min_modules", "subsets"]),
     ],
 )
 def test_a_bad_space_names_the_place_and_the_fix(document, words):
