@@ -24,6 +24,7 @@ def plain_yaml(settings: Settings) -> Exported:
         config.pop("world_size", None)
     if settings.precision:
         document["precision"] = settings.precision
+    document |= settings.place
     if settings.env:
         config["env"] = dict(settings.env)
     document["config"] = config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tuner.errors import InputError
@@ -14,7 +14,8 @@ class Settings:
     """What is exported: a candidate's fields in the spelling of one Megatron-Core version.
 
     `fields` are flat Megatron names, run shape included; `model` the architecture, from which
-    only formats without a recipe of their own need something; `env` the ranks' environment.
+    only formats without a recipe of their own need something; `env` the ranks' environment;
+    `place` what the tuner's own form says besides: the GPU, and whose rules hold.
     """
 
     mcore: str
@@ -23,6 +24,7 @@ class Settings:
     env: Mapping[str, str]
     world_size: int | None
     precision: str | None
+    place: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

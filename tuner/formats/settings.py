@@ -10,6 +10,7 @@ from tuner.candidate import Candidate
 from tuner.errors import InputError
 from tuner.formats.result import Settings
 
+_PLACE = ("gpu", "gpus_per_node", "frontend")
 _RUN_SHAPE = ("seq_length", "global_batch_size", "micro_batch_size")
 
 
@@ -38,6 +39,7 @@ def settings_of(
         env={**_environment(document), **dict(candidate.env)},
         world_size=document.get("world_size") or config.get("world_size"),
         precision=str(precision) if precision else None,
+        place={name: document[name] for name in _PLACE if document.get(name) is not None},
     )
 
 

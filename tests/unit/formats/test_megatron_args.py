@@ -129,3 +129,18 @@ def test_options_that_megatron_lm_lacks_are_told(line, notes):
     assert len(told) == len(notes)
     for note, expected in zip(told, notes, strict=True):
         assert note.endswith(expected)
+
+
+def test_the_tuners_own_form_keeps_the_place_and_whose_rules_hold():
+    document = {
+        "model": "llama3-8b",
+        "world_size": 8,
+        "gpu": "b200",
+        "gpus_per_node": 8,
+        "frontend": "megatron-lm",
+        "config": {"micro_batch_size": 1},
+    }
+    text = export_document(document, "yaml", mcore="0.16.1", where="test").text
+    read = read_configuration(text, mcore="0.16.1")
+    kept = ("world_size", "gpu", "gpus_per_node", "frontend")
+    assert {name: read[name] for name in kept} == {name: document[name] for name in kept}
