@@ -35,13 +35,17 @@ _NOTED_AT_MOST = 64  # of a driver's writes; one who missed more reads the whole
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One trial of the storage: the labels of its axes and its attributes."""
+    """One trial of the storage: the labels of its axes and its attributes.
+
+    `queued`: its candidate was asked for, not drawn by a sampler.
+    """
 
     number: int
     finished: bool
     waiting: bool
     params: Mapping[str, Any]
     attributes: Mapping[str, Any]
+    queued: bool = False
 
     @property
     def key(self) -> str | None:
@@ -236,14 +240,15 @@ class TrialStore:
     def _mirror(self, trial: FrozenTrial) -> None:
         from optuna.trial import TrialState
 
-        params = trial.params or trial.system_attrs.get("fixed_params", {})
+        asked_for = trial.system_attrs.get("fixed_params")
         self._set(
             Entry(
                 trial.number,
                 trial.state.is_finished(),
                 trial.state is TrialState.WAITING,
-                params,
+                asked_for or trial.params,
                 {**trial.user_attrs.get(_START, {}), **trial.user_attrs.get(_END, {})},
+                queued=bool(asked_for),
             )
         )
 

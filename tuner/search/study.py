@@ -179,8 +179,11 @@ class TuningStudy:
     def interrupt_running(self, reason: str, *, requeue: bool) -> list[int]:
         """End every trial still marked running as interrupted; with `requeue` propose it again.
 
-        A trial whose end was noted before its driver was killed ends as it was noted.
+        A trial whose end was noted before its driver was killed ends as it was noted. One that was
+        killed before its candidate was noted never ran: what was asked for is asked for again.
         """
+        from optuna.trial import TrialState
+
         self._store.refresh()
         numbers = []
         for entry in self._store.entries():
@@ -188,6 +191,11 @@ class TuningStudy:
                 continue
             if entry.outcome not in (None, RUNNING):
                 self._end_as_noted(entry)
+                continue
+            if entry.key is None:
+                self._store.finish(entry.number, {"reason": reason}, state=TrialState.FAIL)
+                if entry.queued:
+                    self._store.enqueue(entry.params)
                 continue
             self.tell(entry.number, TrialResult(Outcome.INTERRUPTED, reason))
             if requeue and entry.outcome == RUNNING:

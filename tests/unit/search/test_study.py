@@ -160,6 +160,24 @@ def test_a_reopened_study_runs_interrupted_trials_again_and_finished_ones_never(
     assert outcomes.count("interrupted") == 1
 
 
+def test_a_driver_killed_before_a_candidate_is_noted_loses_none_that_was_asked_for(tmp_path: Path):
+    study = opened(tmp_path)
+    asked_for = study.ask().candidate
+    study.enqueue(asked_for.to_flat())  # as a candidate that has to run again
+    study._store.ask()  # killed here: the trial runs, and what it is was not written yet
+    again = opened(tmp_path)
+    again.interrupt_running("killed", requeue=False)
+    assert again.ask().candidate == asked_for
+    assert {record.outcome for record in again.records()} == {"interrupted", "running"}
+
+    third = opened(tmp_path)
+    third._store.ask()  # of a sampler's: nothing was asked for
+    fourth = opened(tmp_path)
+    fourth.interrupt_running("killed", requeue=False)
+    assert not fourth._store.queued
+    assert len(fourth.records()) == 2
+
+
 def test_telling_a_trial_twice_is_refused(tmp_path: Path):
     study = opened(tmp_path)
     proposal = study.ask()
