@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tuner import errors
 from tuner.constraints.registry import Kind
 
 
-class InputError(ValueError):
+class InputError(errors.InputError):
     """The input is not a candidate at all (not a mapping, keys that are not strings)."""
 
 
