@@ -23,34 +23,28 @@ _GROWING = (*_COUNTS, "flops", "bytes")
 _SAME = ("kind", "dtype", "op", "group")
 
 
-def with_batch(
-    kernels: ModelKernels, single: ModelKernels, twice: ModelKernels, batch: int
-) -> ModelKernels | None:
-    """`kernels` of one sequence with `batch` of them, growing as `single` does to `twice`.
+def with_batch(single: ModelKernels, twice: ModelKernels, batch: int) -> ModelKernels | None:
+    """The kernels of `batch` sequences, growing as `single`, of one, does to `twice`, of two.
 
     A second sequence may add operations (copies of what lay in order before), but take none away:
-    None where it does, or where the units of the three are not the same.
+    None where it does, or where the units of the two are not the same.
     """
     units: dict[str, UnitKernels] = {}
-    for name, unit in kernels.units.items():
-        one, two = single.units.get(name), twice.units.get(name)
-        if one is None or two is None:
+    for name, one in single.units.items():
+        two = twice.units.get(name)
+        if two is None:
             return None
-        forward = _continued(unit.forward, one.forward, two.forward, batch)
-        backward = _continued(unit.backward, one.backward, two.backward, batch)
+        forward = _continued(one.forward, two.forward, batch)
+        backward = _continued(one.backward, two.backward, batch)
         if forward is None or backward is None:
             return None
-        units[name] = replace(
-            unit, forward=forward, backward=backward, scope=two.scope, recomputed=two.recomputed
-        )
-    return replace(kernels, units=units, hidden_bytes=kernels.hidden_bytes * batch)
+        units[name] = replace(two, forward=forward, backward=backward)
+    return replace(single, units=units, hidden_bytes=single.hidden_bytes * batch)
 
 
-def _continued(log: KernelLog, one: KernelLog, two: KernelLog, batch: int) -> KernelLog | None:
+def _continued(one: KernelLog, two: KernelLog, batch: int) -> KernelLog | None:
     import numpy as np
 
-    if not all(np.array_equal(getattr(log, name), getattr(one, name)) for name in _SAME):
-        return None
     place = _places(one, two)
     if place is None:
         return None
@@ -58,14 +52,10 @@ def _continued(log: KernelLog, one: KernelLog, two: KernelLog, batch: int) -> Ke
     grown: dict[str, Any] = {}
     for name in _GROWING:
         second = np.asarray(getattr(two, name), dtype=np.float64)
-        first, own = (np.where(known, getattr(each, name)[place], 0) for each in (one, log))
-        more = (batch - 1) * (second - first)
-        share = 1.0 + more / np.where(first == 0, 1, first)
-        # What was nothing of one sequence grows from nothing; an operation that only several have
-        # is there for each of them.
-        values = np.where(first == 0, own + more, own * share)
-        values = np.where(known, values, second if name in _COUNTS else second * batch / 2)
-        values = values.clip(min=0.0)
+        first = np.where(known, getattr(one, name)[place], 0)
+        # An operation that only several sequences have is there for each of them.
+        new = second if name in _COUNTS else second * batch / 2
+        values = np.where(known, first + (batch - 1) * (second - first), new).clip(min=0.0)
         grown[name] = np.rint(values).astype(np.int64) if name in _COUNTS else values
     return replace(two, **grown)
 

@@ -47,3 +47,13 @@ def test_recomputation_adds_launches_of_its_own():
     found = derived_figures(recipe, anchors)
     assert found.backward == pytest.approx(anchors[FULL].backward)
     assert found.forward == pytest.approx(anchors[ONCE].forward)
+
+
+def test_a_larger_micro_batch_grows_as_on_the_grid_where_it_is_known():
+    far = Candidate(micro_batch_size=1, expert_model_parallel_size=16)
+    recipe = Recipe(4, far, ONCE, TWICE, ONCE, ())
+    anchors = {far: figures(5.0, 0.5), ONCE: figures(1.0, 0.5), TWICE: figures(1.5, 0.5)}
+    found = derived_figures(recipe, anchors, figures(3.0, 0.5))
+    assert found.forward == pytest.approx(figures(15.0, 0.5).forward)
+    line = derived_figures(recipe, anchors)
+    assert line.forward == pytest.approx(figures(12.5, 0.5).forward)

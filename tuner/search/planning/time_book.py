@@ -13,7 +13,7 @@ from tuner.errors import InputError
 from tuner.memory.request import DryRunRequest
 from tuner.memory.trace import Trace
 from tuner.models import ModelSpec
-from tuner.search.planning.anchors import Recipe, added_share
+from tuner.search.planning.anchors import Recipe
 from tuner.timing.batches import with_batch
 from tuner.timing.passes import PARTS, Machine, host_wait, host_work
 from tuner.timing.profile_runs import keep_kernels
@@ -138,21 +138,19 @@ class TimeBook:
             if isinstance(own, InputError):
                 return own
             found[anchor] = own
-        return derived_figures(recipe, found, self._with_batch(recipe, graph))
+        return derived_figures(recipe, found, self._larger_batch(recipe, graph))
 
-    def _with_batch(self, recipe: Recipe, graph: Graph) -> UnitFigures | None:
-        """Unit times without recomputation; None where those of the anchors have to do."""
+    def _larger_batch(self, recipe: Recipe, graph: Graph) -> UnitFigures | None:
+        """Unit times of the recipe's `single` with its micro-batch; None for one, and where its
+        kernels cannot be continued."""
         if recipe.batch == 1:
             return None
-        setting = replace(recipe.once, micro_batch_size=recipe.batch)
+        setting = replace(recipe.single, micro_batch_size=recipe.batch)
         if setting not in self._larger:
-            once, single, twice = (
-                self._kernels[anchor] for anchor in (recipe.once, recipe.single, recipe.twice)
-            )
-            assert isinstance(once, ModelKernels)  # `figures` has looked at them
-            assert isinstance(single, ModelKernels)
+            single, twice = self._kernels[recipe.single], self._kernels[recipe.twice]
+            assert isinstance(single, ModelKernels)  # `figures` has looked at them
             assert isinstance(twice, ModelKernels)
-            self._larger[setting] = with_batch(once, single, twice, recipe.batch)
+            self._larger[setting] = with_batch(single, twice, recipe.batch)
         kernels = self._larger[setting]
         return None if kernels is None else self._timed(setting, graph, kernels)
 
@@ -180,8 +178,8 @@ def derived_figures(
 ) -> UnitFigures:
     """Recomputation adds its own kernels, as many times longer as the setting's passes are.
 
-    `larger` are the figures of a larger micro-batch; without them they continue the line through
-    those of one and two.
+    A larger micro-batch takes as many times longer as on the recipe's `single`, whose figures with
+    it are `larger`; without these they continue the line through those of one and two.
 
     The host launches the same for every micro-batch, and for recomputation what that adds: only
     how long the device waits for it follows from both.
@@ -189,13 +187,12 @@ def derived_figures(
     once = found[recipe.once]
     forward, backward, whole = once.forward, once.backward, once.whole
     forward_host, backward_host = _host(forward), _host(backward)
-    if larger is not None:
-        forward, backward, whole = larger.forward, larger.backward, larger.whole
-    elif recipe.batch > 1:
-        single, twice, more = found[recipe.single], found[recipe.twice], recipe.batch - 1
-        forward = forward * (1.0 + more * added_share(single.forward, twice.forward))
-        backward = backward * (1.0 + more * added_share(single.backward, twice.backward))
-        whole = whole * (1.0 + more * added_share(single.whole, twice.whole))
+    if recipe.batch > 1:
+        single = found[recipe.single]
+        larger = larger or _line(single, found[recipe.twice], recipe.batch)
+        forward = _grown(forward, single.forward, larger.forward, recipe.batch)
+        backward = _grown(backward, single.backward, larger.backward, recipe.batch)
+        whole = _grown(whole, single.whole, larger.whole, recipe.batch)
     if recipe.changed:
         plain = found[recipe.unchanged]
         longer = _compute(backward) / _compute(plain.backward)
@@ -207,6 +204,28 @@ def derived_figures(
         forward = _waiting(forward, forward_host)
         backward = _waiting(backward, backward_host)
     return UnitFigures(forward, backward, once.parameters, whole)
+
+
+def _line(single: UnitFigures, twice: UnitFigures, batch: int) -> UnitFigures:
+    def continued(one: Values, two: Values) -> Values:
+        return one + (batch - 1) * (two - one)
+
+    return UnitFigures(
+        continued(single.forward, twice.forward),
+        continued(single.backward, twice.backward),
+        single.parameters,
+        continued(single.whole, twice.whole),
+    )
+
+
+def _grown(own: Values, single: Values, larger: Values, batch: int) -> Values:
+    """`own` as many times longer as `single` becomes; where that has nothing, `batch` times."""
+    import numpy as np
+
+    nothing = single == 0
+    times = larger / np.where(nothing, 1.0, single)
+    result: Values = np.where(nothing, np.maximum(own * batch, larger), own * times)
+    return result
 
 
 _HOST = PARTS.index("host")
