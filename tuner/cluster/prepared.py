@@ -175,7 +175,7 @@ def _check_axes(space: SearchSpace, where: str) -> None:
 
     known = catalogue()
     for name in (*(axis.field for axis in space.axes), *space.fixed):
-        if name not in {*known, "world_size", "env"} and not name.startswith("env."):
+        if name not in known and name != "world_size" and not name.startswith("env."):
             hint = nearest_name(name, known) or "see tuner job-schema"
             raise InputError(f"there is no field '{name}'", where=where, field="space", fix=hint)
 

@@ -70,7 +70,14 @@ def _read(
     document = read_configuration(
         text, mcore=mcore, where=where, effective=effective, started_with=started_with
     )
-    return expand(document, mcore=mcore, where=where, base=base, effective=effective)
+    return expand(
+        document,
+        mcore=mcore,
+        where=where,
+        base=base,
+        effective=effective,
+        started_with=started_with,
+    )
 
 
 def read_configuration(
@@ -83,9 +90,7 @@ def read_configuration(
 ) -> dict[str, Any]:
     """The configuration in a text of any of the forms. Raises InputError where it is none."""
     mapping = _yaml_mapping(text, where)
-    if mapping is not None and started_with and "megatron_script" in mapping:
-        mapping["script_args"] = [*mapping.get("script_args", []), *started_with]
-    elif mapping is not None and started_with:
+    if mapping is not None and started_with and "megatron_script" not in mapping:
         raise InputError("is no launch script, which arguments could be given to", where=where)
     if mapping is not None and {"model_type", "architectures"}.intersection(mapping):
         raise InputError(
@@ -108,12 +113,19 @@ def read_configuration(
 
 
 def expand(
-    document: Mapping[str, Any], *, mcore: str, where: str, base: Path, effective: bool = False
+    document: Mapping[str, Any],
+    *,
+    mcore: str,
+    where: str,
+    base: Path,
+    effective: bool = False,
+    started_with: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The document with the settings of one of SOURCES put in its terms.
 
-    Paths (`megatron_script`, `bridge_yaml`) are relative to `base`; `script_args` are arguments and
-    variables that a `megatron_script` is started with. What stands beside the source
+    Paths (`megatron_script`, `bridge_yaml`) are relative to `base`; `script_args`, and
+    `started_with` after them, are arguments and variables that a `megatron_script` is started with.
+    What stands beside the source
     wins, field by field. Raises InputError where more than one source is given.
     """
     given = [name for name in SOURCES if name in document]
@@ -122,16 +134,14 @@ def expand(
     if len(given) > 1:
         raise InputError(f"give one of {', '.join(given)}", where=where)
     source, rest = given[0], {k: v for k, v in document.items() if k not in SOURCES}
-    started_with = rest.pop("script_args", None) or []
-    if started_with and source != "megatron_script":
+    own = rest.pop("script_args", None) or []
+    if own and source != "megatron_script":
         raise InputError("belongs to a megatron_script", where=where, field="script_args")
-    if not isinstance(started_with, list):
+    if not isinstance(own, list):
         raise InputError("is not a list", where=where, field="script_args")
-    if not all(
-        isinstance(word, (str, int)) and not isinstance(word, bool) for word in started_with
-    ):
+    if not all(isinstance(word, (str, int)) and not isinstance(word, bool) for word in own):
         raise InputError("holds what is no word", where=where, field="script_args")
-    words = [str(word) for word in started_with]
+    words = [*(str(word) for word in own), *started_with]
     read = _read_source(
         source, document[source], mcore, f"{where}: {source}", base, effective, words
     )

@@ -226,6 +226,8 @@ def parse_space(
         axes.update({axis.field: axis for axis in part.axes})
         fixed.update(part.fixed)
     for name, raw in _mapping(document.get("axes"), where, "axes").items():
+        if name == "env":
+            raise InputError("is no axis", where=where, field="axes.env", fix="write env.NAME")
         fixed.pop(name, None)
         if raw is None:
             axes.pop(name, None)
@@ -233,7 +235,7 @@ def parse_space(
             axes[name] = _parse_axis(str(name), raw, where)
     for name, value in _mapping(document.get("fixed"), where, "fixed").items():
         axes.pop(name, None)
-        fixed[str(name)] = value
+        fixed[str(name)] = _mapping(value, where, "fixed.env") if name == "env" else value
     description = str(document.get("description") or "")
     return SearchSpace(_in_order(axes, fixed, where), fixed, description)
 

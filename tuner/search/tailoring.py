@@ -45,7 +45,9 @@ def for_model(
             values = tuple(
                 value
                 for value in axis.values
-                if not missing.intersection(value or ()) or frozenset(value) in kept
+                if not isinstance(value, tuple)
+                or not missing.intersection(value)
+                or frozenset(value) in kept
             )
             axis = replace(axis, values=values or axis.values)
         axes.append(axis)

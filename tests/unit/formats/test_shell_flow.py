@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tuner.errors import InputError
-from tuner.formats.reader import expand, read_configuration
+from tuner.formats.reader import expand, read_configuration, read_document
 from tuner.formats.shell import read_script
 
 RUN = 'torchrun "${ARGS[@]}" --tp $TP --pp $PP'
@@ -164,6 +164,19 @@ def test_arguments_are_for_scripts(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match="script_args"):
             expand(wrong, mcore="0.16.1", where="job", base=tmp_path)
+    started = expand(
+        {**document, "script_args": ["12"]},
+        mcore="0.16.1",
+        where="job",
+        base=tmp_path,
+        started_with=["H=256"],
+    )
+    assert started["config"]["hidden_size"] == 256
+    for wrong in (5, "70b"):
+        path = tmp_path / "job.yaml"
+        path.write_text(f"megatron_script: launch.sh\nscript_args: {wrong}\n")
+        with pytest.raises(InputError, match="script_args"):
+            read_document(path, mcore="0.16.1", started_with=["12"])
     with pytest.raises(InputError, match="no launch script"):
         read_configuration("config: {}", mcore="0.16.1", started_with=["12"])
 

@@ -158,6 +158,8 @@ def test_a_space_file_includes_its_neighbours(tmp_path: Path):
         ({"axes": {"a": {"subsets": ["x"], "min_modules": "1"}}}, ["min_modules"]),
         ({"axes": {"a": {"subsets": ["x"], "min_modules": 2}}}, ["axes.a", "no subset"]),
         ({"axes": {"a": {"subsets": ["x"], "min_modules": True}}}, ["min_modules"]),
+        ({"fixed": {"env": 3}}, ["fixed.env", "not a mapping"]),
+        ({"axes": {"env": [1, 2]}}, ["axes.env", "env.NAME"]),
         ({"axes": {"a": {"values": [1], "min_modules": 1}}}, ["min_modules", "subsets"]),
     ],
 )
