@@ -226,8 +226,6 @@ def parse_space(
         axes.update({axis.field: axis for axis in part.axes})
         fixed.update(part.fixed)
     for name, raw in _mapping(document.get("axes"), where, "axes").items():
-        if name == "env":
-            raise InputError("is no axis", where=where, field="axes.env", fix="write env.NAME")
         fixed.pop(name, None)
         if raw is None:
             axes.pop(name, None)
@@ -294,6 +292,8 @@ def _parse_axis(name: str, raw: object, where: str) -> Axis:
                 fix="write [1, 2]",
             )
         values = tuple(tuple(v) if isinstance(v, list) else v for v in raw_values)
+    if name == "env":
+        values = tuple(_mapping(value, where, place) for value in values)
     labels = [label_of(value) for value in values]
     if len(set(labels)) != len(labels):
         raise InputError("a value stands there twice", where=where, field=place)
