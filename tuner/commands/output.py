@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,17 +42,9 @@ def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     quiet = stderr and os.environ.get(_QUIET) == "1"
-    made = Console(stderr=stderr, highlight=False, markup=False, quiet=quiet)
-    if not made.is_terminal:
-        made = Console(
-            stderr=stderr,
-            highlight=False,
-            markup=False,
-            quiet=quiet,
-            width=200,
-            soft_wrap=True,
-        )
-    return made
+    plain = partial(Console, stderr=stderr, highlight=False, markup=False, quiet=quiet)
+    made = plain()
+    return made if made.is_terminal else plain(width=200, soft_wrap=True)
 
 
 def coloured(*parts: str | tuple[str, str]) -> Text:

@@ -76,9 +76,9 @@ def _field(name: str, entry: Mapping[str, object]) -> Field:
     )
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The most similar known name, or None when nothing is close."""
-    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+def nearest(name: str, names: Iterable[str], *, least: float = 0.6) -> str | None:
+    """The most similar known name, or None when nothing is alike by `least` (0 to 1)."""
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=least)
     return found[0] if found else None
 
 

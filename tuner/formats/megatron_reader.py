@@ -7,13 +7,12 @@ Two readings of the same line: `given_fields` says what the user wrote, which th
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tuner.constraints.fields import Field, catalogue
+from tuner.constraints.fields import Field, catalogue, nearest
 from tuner.errors import InputError
 from tuner.formats.arguments import Argument, arguments, by_flag
 from tuner.formats.megatron_fields import RENAMED
@@ -66,7 +65,7 @@ def _read(argument: Argument, flag: str, words: Sequence[str]) -> Any:
     return list(words) if argument.kind == "values" else words[0]
 
 
-_LIKE = 0.85
+_ALIKE = 0.85
 _PROGRAM = re.compile(r".*\.py|pretrain_\w+")
 
 
@@ -79,9 +78,9 @@ def passed_by(words: Sequence[str], options: Options) -> list[str]:
     slips, others = [], []
     for word in dict.fromkeys(options.unknown):
         flag = word.partition("=")[0]
-        like = difflib.get_close_matches(flag, known, n=1, cutoff=_LIKE)
-        if like and not _has_words_of(flag, like[0]):
-            slips.append(f"there is no option {flag}: did you mean {like[0]}?")
+        meant = nearest(flag, known, least=_ALIKE)
+        if meant is not None and not _has_words_of(flag, meant):
+            slips.append(f"there is no option {flag}: did you mean {meant}?")
         elif word in own:
             others.append(flag)
     if others:

@@ -28,10 +28,9 @@ _MAX_DEPTH = 20
 _MAX_CHARACTERS = 1_000_000  # of a variable
 _MAX_CALLS = 200  # of functions
 _MAX_ARGUMENTS = 10_000
-_FUNCTION = re.compile(
-    r"\s*(?:function\s+([\w-]+)\s*(?:\(\s*\))?|([A-Za-z_][\w-]*)\s*\(\s*\))\s*(\{(?:\s.*)?)?",
-    re.DOTALL,
-)
+_HEAD = r"[ \t]*(?:function[ \t]+([\w-]+)[ \t]*(?:\([ \t]*\))?|([A-Za-z_][\w-]*)[ \t]*\([ \t]*\))"
+_FUNCTION = re.compile(_HEAD + r"[ \t]*\{(|\s.*)", re.DOTALL)
+_BRACE_BELOW = re.compile(rf"^({_HEAD})\s*\n[ \t]*\{{", re.MULTILINE)
 _REST_OF_ARGUMENTS = re.compile(r"\$\{[@*]:(\d{1,4})(?::(\d{1,4}))?\}")
 _BRACED = re.compile(r"\$\{[^{}\"']*\}")
 _SPACE = "\x1f"
@@ -83,16 +82,15 @@ def read_script(text: str, given: Sequence[str] = ()) -> Script:
     _start(script, given)
     text, documents = _without_heredocs(text)
     _read_lines(text, script)
+    _set_arguments(script, None)  # what follows is not started with them
     for name, body in script._functions.items():
         if name not in script._called:
-            _set_arguments(script, None)
             _read_body(body, script)
-    script.undecided = list(dict.fromkeys(script.undecided))
+    undecided = list(dict.fromkeys(script.undecided))
     for document in documents:
         if _STARTS_A_RUN.search(document):  # a job script that this one writes
-            decided = list(script.undecided)
             _read_lines(document, script)
-            script.undecided = decided
+    script.undecided = undecided
     return script
 
 
@@ -133,37 +131,34 @@ def _shift(script: Script, words: Sequence[str]) -> None:
 
 def _read_lines(text: str, script: Script) -> None:
     """Read a text into the script: its functions, then its commands."""
-    _read_body(_without_functions(_logical_lines(text), script), script)
+    lines = _logical_lines(_BRACE_BELOW.sub(r"\1 {", text))
+    _read_body(_without_functions(lines, script), script)
 
 
 def _without_functions(lines: Sequence[str], script: Script) -> list[str]:
     """The lines that are not in the body of a function; bodies are kept by name."""
     kept: list[str] = []
-    at = 0
-    while at < len(lines):
-        found = _FUNCTION.fullmatch(lines[at])
-        opened = found is not None and (
-            found[3] is not None or (at + 1 < len(lines) and lines[at + 1].strip() == "{")
-        )
-        if found is None or not opened:
-            kept.append(lines[at])
-            at += 1
+    following = iter(lines)
+    for line in following:
+        found = _FUNCTION.fullmatch(line)
+        if found is None:
+            kept.append(line)
             continue
-        if found[3] is None:
-            at += 1
-        body, depth = [lines[at][found.start(3) if found[3] is not None else 0 :]], 0
-        while True:
-            words = _split(body[-1])
-            depth += words.count("{") - words.count("}")
-            at += 1
-            if depth <= 0 or at == len(lines):
-                break
-            body.append(lines[at])
-        body[0] = body[0].replace("{", " ", 1)
-        end = body[-1].rfind("}") if depth <= 0 else len(body[-1])
-        body[-1] = body[-1][:end]
+        body = [found[3]]
+        depth = 1 + _opened(found[3])
+        while depth > 0 and (inner := next(following, None)) is not None:
+            body.append(inner)
+            depth += _opened(inner)
+        if depth <= 0:
+            body[-1] = body[-1][: body[-1].rfind("}")]
         script._functions[found[1] or found[2]] = body
     return kept
+
+
+def _opened(line: str) -> int:
+    """Braces that a line opens, less those that it closes."""
+    words = _split(line)
+    return words.count("{") - words.count("}")
 
 
 def _call(words: Sequence[str], script: Script) -> None:

@@ -293,7 +293,8 @@ def _parse_axis(name: str, raw: object, where: str) -> Axis:
             )
         values = tuple(tuple(v) if isinstance(v, list) else v for v in raw_values)
     if name == "env":
-        values = tuple(_mapping(value, where, place) for value in values)
+        for value in values:
+            _mapping(value, where, place)
     labels = [label_of(value) for value in values]
     if len(set(labels)) != len(labels):
         raise InputError("a value stands there twice", where=where, field=place)

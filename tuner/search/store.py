@@ -37,7 +37,7 @@ _NOTED_AT_MOST = 64  # of a driver's writes; one who missed more reads the whole
 class Entry:
     """One trial of the storage: the labels of its axes and its attributes.
 
-    `queued`: its candidate was asked for, not drawn by a sampler.
+    `asked_for`: its candidate stood in the queue, no sampler drew it.
     """
 
     number: int
@@ -45,7 +45,7 @@ class Entry:
     waiting: bool
     params: Mapping[str, Any]
     attributes: Mapping[str, Any]
-    queued: bool = False
+    asked_for: bool = False
 
     @property
     def key(self) -> str | None:
@@ -240,15 +240,15 @@ class TrialStore:
     def _mirror(self, trial: FrozenTrial) -> None:
         from optuna.trial import TrialState
 
-        asked_for = trial.system_attrs.get("fixed_params")
+        queued = trial.system_attrs.get("fixed_params")
         self._set(
             Entry(
                 trial.number,
                 trial.state.is_finished(),
                 trial.state is TrialState.WAITING,
-                asked_for or trial.params,
+                queued or trial.params,
                 {**trial.user_attrs.get(_START, {}), **trial.user_attrs.get(_END, {})},
-                queued=bool(asked_for),
+                asked_for=bool(queued),
             )
         )
 

@@ -194,7 +194,7 @@ class TuningStudy:
                 continue
             if entry.key is None:
                 self._store.finish(entry.number, {"reason": reason}, state=TrialState.FAIL)
-                if entry.queued:
+                if entry.asked_for:
                     self._store.enqueue(entry.params)
                 continue
             self.tell(entry.number, TrialResult(Outcome.INTERRUPTED, reason))

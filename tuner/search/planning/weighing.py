@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations
 
@@ -197,23 +197,23 @@ class Scales:
                 seconds = own.step_time_s + sum(one.added_s for one in chosen)
                 if memory_bytes <= own.limit_bytes and 0 < seconds < goal_s:
                     promising.append((seconds, tuple(one.lever.name for one in chosen)))
-        paths: list[tuple[tuple[str, ...], Candidate]] = []
+        paths: dict[Candidate, tuple[str, ...]] = {}
         for _, names in sorted(promising):
             changed = self._applied(candidate, names)
-            if changed is not None and changed not in (path[1] for path in paths):
-                paths.append((names, changed))
+            if changed is not None:
+                paths.setdefault(changed, names)
             if len(paths) == _COMBINATIONS_ESTIMATED:
                 break
-        estimated = self.figures([changed for _, changed in paths]) if paths else []
+        estimated = self.figures(list(paths)) if paths else []
         return [
             Better(names, changed, figures)
-            for (names, changed), figures in zip(paths, estimated, strict=True)
+            for (changed, names), figures in zip(paths.items(), estimated, strict=True)
             if not isinstance(figures, str) and figures.fits
         ]
 
     def _in_turn(
         self, candidate: Candidate, own: Figures, savers: Sequence[Weighed]
-    ) -> Iterator[Better]:
+    ) -> list[Better]:
         """Savers one after the other, cheapest first, until the configuration fits."""
         names: tuple[str, ...] = ()
         figures = own
@@ -226,10 +226,10 @@ class Scales:
                 continue
             names, figures = (*names, one.lever.name), found
             if figures.fits:
-                yield Better(names, changed, figures)
-                return
+                return [Better(names, changed, figures)]
             if len(names) == _MOST_IN_TURN:
-                return
+                break
+        return []
 
     def _applied(self, candidate: Candidate, names: Sequence[str]) -> Candidate | None:
         """The candidate after levers of these names; None where one has gone or rules refuse it.
