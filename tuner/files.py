@@ -46,7 +46,8 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from None
+        reason = f"cannot be written: {error.strerror or error}"
+        raise InputError(reason, where=str(path), fix="choose another file") from None
 
 
 def parse_yaml_mapping(text: str, *, where: str) -> dict[str, Any]:

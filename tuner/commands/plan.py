@@ -75,7 +75,8 @@ def run_plan(
     clusters = _clusters(job, gpus, gpu)
     answer = {
         "clusters": [
-            _on_cluster(changed, request, str(file), file.resolve().parent) for changed in clusters
+            _on_cluster(changed, request, str(file), file.resolve().parent, start.frontend)
+            for changed in clusters
         ]
     }
     _compare(answer["clusters"])
@@ -89,12 +90,14 @@ def run_plan(
 
 
 def plan_document(
-    job: Job, request: PlanRequest, *, where: str, base_folder: Path
+    job: Job, request: PlanRequest, *, where: str, base_folder: Path, frontend: str | None = None
 ) -> dict[str, Any]:
-    """The document of `tuner plan` for a job. Raises InputError naming what is wrong with it."""
+    """The document of `tuner plan` for a job, under the rules of a front end where it is not the
+    trainable's own. Raises InputError naming what is wrong with it."""
     from tuner.cluster.prepared import prepare
 
-    return planned(prepare(job, where=where, base_folder=base_folder), request, where=where)
+    prepared = prepare(job, where=where, base_folder=base_folder, frontend=frontend)
+    return planned(prepared, request, where=where)
 
 
 def planned(
@@ -247,14 +250,18 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
-def _on_cluster(job: Job, request: PlanRequest, where: str, base_folder: Path) -> dict[str, Any]:
+def _on_cluster(
+    job: Job, request: PlanRequest, where: str, base_folder: Path, frontend: str | None
+) -> dict[str, Any]:
     cluster = job.cluster
     entry: dict[str, Any] = {"gpu": cluster.gpu, "gpus": cluster.world_size, "best": None}
     try:
-        answer = plan_document(job, request, where=where, base_folder=base_folder)
+        answer = plan_document(
+            job, request, where=where, base_folder=base_folder, frontend=frontend
+        )
     except InputError as error:
         return {**entry, "reason": str(error)}
-    entry |= {"counts": answer["counts"], "seconds": answer["seconds"]}
+    entry |= {name: answer[name] for name in ("counts", "seconds", "fixed")}
     if not answer["candidates"]:
         return {**entry, "reason": "no candidate fits"}
     best = answer["candidates"][0]
@@ -458,7 +465,7 @@ def _print_clusters(clusters: Sequence[Mapping[str, Any]], name: str) -> None:
             str(one["gpus"]),
             str(one["gpu"]),
             candidate.label(one["gpus"]),
-            candidate.memory_label(),
+            candidate.memory_label(one["fixed"]),
             f"{one['tokens_per_s']:,.0f}",
             f"{one['efficiency']:.1%}",
             "" if cost is None else f"{cost:,.0f} per 10^9 tokens",

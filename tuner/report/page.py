@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tuner.errors import InputError
+from tuner.files import write_text
 from tuner.report import charts
 from tuner.report.content import GIB, Effect, Report, Row
 from tuner.report.pipeline import pipeline_chart
@@ -35,14 +35,7 @@ def render(report: Report) -> str:
 
 def write_page(report: Report, path: Path) -> None:
     """Write the page to a file. Raises InputError where it cannot be written."""
-    try:
-        path.write_text(render(report), encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"cannot be written: {error.strerror or error}",
-            where=str(path),
-            fix="choose another file",
-        ) from None
+    write_text(path, render(report))
 
 
 def _charts(report: Report) -> Sequence[tuple[str, str, str]]:
